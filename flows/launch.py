@@ -1,0 +1,65 @@
+"""Runs a flow in this process, and tells at the end what was made and where to look."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from flows.params import FLOWS, SFTParams
+from storage.store import open_store
+from tasks.settings import Settings
+from twinkle_core.config import validate
+from twinkle_core.errors import ConfigError
+
+
+def check(flow: str, values: Mapping[str, Any]) -> SFTParams:
+    """The settings of `flow`, refused with `ConfigError` before anything heavy is imported or started."""
+    params: SFTParams = validate(FLOWS[flow], values)
+    for i, source in enumerate(params.data.sources):
+        if "://" not in source.uri and not Path(source.uri).is_file():
+            raise ConfigError(f"data.sources.{i}.uri is '{source.uri}', and there is no such file")
+    model = params.model.source
+    if "://" not in model and (model.startswith((".", "/", "~")) or model.endswith(".gguf")) and not Path(model).expanduser().exists():
+        raise ConfigError(f"model.source is '{model}', and there is no such folder or file")
+    return params
+
+
+def dry_run(flow: str, params: SFTParams, settings: Settings) -> None:
+    """Prints which stages a run would reuse and which it would compute, and why."""
+    from flows.plan import plan_sft
+    from tasks.context import Context, RunSpec
+
+    context = Context(settings=settings, spec=RunSpec(run_id="dry-run", flow=flow, params=params.model_dump(mode="json"), code={}))
+    open_store(settings.store_url)
+    table = Table("stage", "key", "what", "why", box=None, header_style="bold")
+    for line in plan_sft(context, params):
+        table.add_row(line.stage, (line.key or "")[:12], "reuse" if line.reused else "compute", line.reason)
+    Console().print(table)
+
+
+def run(flow: str, params: SFTParams, settings: Settings) -> int:
+    """Runs the flow against the Prefect server of `settings` (already in the environment); 0 when it completed."""
+    from flows.sft import sft
+
+    for handler in list(logging.getLogger("prefect").handlers):
+        # The run's log goes to the server; the terminal has the progress bars.
+        if type(handler).__name__ == "PrefectConsoleHandler":
+            logging.getLogger("prefect").removeHandler(handler)
+    state = sft(params, return_state=True)
+    if not state.is_completed():
+        Console(stderr=True).print(f"{flow} ended as {state.name}: {state.message}", style="bold red", markup=False, highlight=False)
+        return 1
+    outcome = state.result()
+    table = Table("what", "where", box=None, header_style="bold")
+    for what, where in outcome.items():
+        table.add_row(what, str(where))
+    api = settings.prefect_api_url or ""
+    table.add_row("Prefect", f"{api.removesuffix('/api')}/runs/flow-run/{state.state_details.flow_run_id}")
+    table.add_row("MLflow", settings.mlflow_uri or "`twinkle up` serves it")
+    Console().print(table)
+    return 0

@@ -1,0 +1,75 @@
+"""What a run of flow `sft` would do, without doing it: which stages are reused, which computed, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flows.params import SFTParams
+from storage.artifact import ArtifactRef
+from tasks.base_model import resolve, weights_ref
+from tasks.context import Context
+from tasks.encode import wanted_encoded
+from tasks.evaluate import wanted_evaluation, wanted_report
+from tasks.export import wanted_model
+from tasks.pack import wanted_plan
+from tasks.preprocess import wanted_trajectories
+from tasks.publish import release_problems, wanted_release
+from tasks.shard import wanted_shards
+from tasks.step import Wanted, explain, sound_record
+from tasks.train_sft import wanted_checkpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """One line of a plan."""
+
+    stage: str
+    key: str | None
+    """None where it hangs on the content of something that is still to be computed."""
+    reused: bool
+    reason: str
+
+
+class Planner:
+    """Looks each wanted artifact up, and notes in `lines` what it found."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self.lines: list[Planned] = []
+
+    def look(self, label: str, wanted: Wanted) -> ArtifactRef | None:
+        """The artifact if a run would reuse it; None, with the reason noted, if it would be computed."""
+        check = release_problems(self._context) if label == "publish" else (lambda _: [])
+        record, damage = sound_record(self._context, wanted.stage.name, wanted.key, check)
+        if record is None or damage:
+            self.compute(label, "; ".join(damage) if damage else explain(self._context, wanted), wanted.key)
+            return None
+        self.lines.append(Planned(stage=label, key=wanted.key, reused=True, reason=f"made by run {record.provenance.get('run_id', '?')}"))
+        return record.ref(self._context.store.url)
+
+    def compute(self, label: str, reason: str, key: str | None = None) -> None:
+        """Notes a stage that would be computed."""
+        self.lines.append(Planned(stage=label, key=key, reused=False, reason=reason))
+
+
+def plan_sft(context: Context, p: SFTParams) -> list[Planned]:
+    """The stages in order. Nothing is computed, converted or written."""
+    planner = Planner(context)
+    base = resolve(context, p.model)
+    look = planner.look
+    trajectories = look("preprocess", wanted_trajectories(p.data))
+    encoded = trajectories and look("encode", wanted_encoded(base, p.template, trajectories))
+    plan = encoded and look("pack", wanted_plan(p.packing, encoded))
+    shards = encoded and plan and look("shard", wanted_shards(p.shard, encoded, plan))
+    before = trajectories and encoded and look("evaluate base", wanted_evaluation(base, weights_ref(base), p.evaluate, trajectories, encoded))
+    checkpoint = shards and look("train", wanted_checkpoint(base, p.train, shards))
+    model = checkpoint and look("export", wanted_model(base, p.export, checkpoint))
+    after = model and trajectories and encoded and look("evaluate", wanted_evaluation(base, model, p.evaluate, trajectories, encoded))
+    report = before and after and checkpoint and look("report", wanted_report(p.publish, before, after, checkpoint))
+    if model and report:
+        look("publish", wanted_release(p.publish, model, report))
+    looked_at = {line.stage for line in planner.lines}
+    for label in ("encode", "pack", "shard", "evaluate base", "train", "export", "evaluate", "report", "publish"):
+        if label not in looked_at:
+            planner.compute(label, "an input of it is computed")
+    return planner.lines

@@ -1,0 +1,42 @@
+"""Supervised fine-tuning: the order of the stages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import flow
+from prefect.runtime import flow_run
+
+from flows.begin import begin
+from flows.params import SFTParams
+from tasks.encode import encode_task
+from tasks.evaluate import evaluate_base_task, evaluate_task, report_task
+from tasks.export import export_task
+from tasks.pack import pack_task
+from tasks.preprocess import preprocess_task
+from tasks.publish import publish_task
+from tasks.shard import shard_task
+from tasks.train_sft import TrainSettings, train_task
+
+
+def _run_name() -> str:
+    params: Any = flow_run.parameters["params"]
+    publish = params.publish if isinstance(params, SFTParams) else SFTParams.model_validate(params).publish
+    return f"sft {publish.name}"
+
+
+@flow(name="sft", flow_run_name=_run_name, persist_result=False)
+def sft(params: SFTParams) -> dict[str, Any]:
+    """From rows to a published model. Gives the refs of the artifacts and the release."""
+    context, p = begin("sft", params)
+    trajectories = preprocess_task(context, p.data)
+    encoded = encode_task(context, p.model, p.template, trajectories)
+    plan = pack_task(context, p.packing, encoded)
+    shards = shard_task(context, p.shard, encoded, plan)
+    before = evaluate_base_task(context, p.model, p.evaluate, trajectories, encoded)
+    settings = TrainSettings(model=p.model, train=p.train, checkpoint=p.checkpoint, resources=p.resources)
+    checkpoint = train_task(context, settings, shards)
+    model = export_task(context, p.model, p.export, checkpoint)
+    after = evaluate_task(context, p.model, p.evaluate, model, trajectories, encoded)
+    report = report_task(context, p.publish, before, after, checkpoint)
+    return publish_task(context, p.model, p.publish, model, report)

@@ -1,0 +1,41 @@
+"""Checkpoint + base model → a model folder that loads by itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from prefect import task
+from prefect.states import State
+
+from storage.artifact import ArtifactRef
+from tasks.artifacts import folder_of
+from tasks.base_model import resolve, tokenizer_ref, weights_ref
+from tasks.console import stage_bar
+from tasks.context import Context
+from tasks.prefect_state import TASK_OPTIONS, ended, say_in_run
+from tasks.step import Produced, Stage, Wanted, run_step
+from twinkle_core.config import ExportConfig, ModelConfig
+from twinkle_core.hub.resolve import ModelSource
+
+STAGE = Stage(name="export", version=1, modules=("twinkle_core.checkpoint.export",))
+
+
+def wanted_model(base: ModelSource, config: ExportConfig, checkpoint: ArtifactRef) -> Wanted:
+    """The folder holds the tokenizer too, so that is an input."""
+    inputs = {"checkpoint": checkpoint, "base_model": weights_ref(base), "tokenizer": tokenizer_ref(base)}
+    return Wanted(stage=STAGE, recipe=config.recipe_dump(), inputs=inputs)
+
+
+@task(name="export", **TASK_OPTIONS)
+def export_task(context: Context, model: ModelConfig, config: ExportConfig, checkpoint: ArtifactRef) -> State[ArtifactRef]:
+    """The model folder: merged, or the adapter alone."""
+    base = resolve(context, model)
+    with stage_bar(STAGE.name) as progress:
+
+        def compute(_key: str, work: Path) -> Produced:
+            from twinkle_core.checkpoint.export import export
+
+            progress.start(STAGE.name, None, "files")
+            return Produced(summary=export(base.materialise(), folder_of(context, checkpoint), config, work))
+
+        return ended(run_step(context, wanted_model(base, config, checkpoint), compute=compute, say=say_in_run()))

@@ -1,0 +1,44 @@
+"""How a stage shows in Prefect: its log, and `Reused` or `Completed` as its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prefect.cache_policies import NO_CACHE
+from prefect.logging import get_run_logger
+from prefect.states import Completed, State
+from rich.console import Console
+
+from storage.artifact import ArtifactRef
+from tasks.step import StepResult
+
+TASK_OPTIONS = {"cache_policy": NO_CACHE, "persist_result": False, "log_prints": False}
+"""Prefect's own result cache stays off: the store's records decide what is done (`tasks/step.py`)."""
+
+
+def say_in_run() -> Callable[[str], None]:
+    """A function that writes a line to the run's log and to the terminal."""
+    logger = get_run_logger()
+    console = Console(stderr=True)
+
+    def say(text: str) -> None:
+        logger.info(text)
+        console.print(f"  {text}", highlight=False, markup=False, style="dim")
+
+    return say
+
+
+def ended(result: StepResult) -> State[ArtifactRef]:
+    """The state a stage's task ends in; its data is the `ArtifactRef`."""
+    Console(stderr=True).print(
+        f"{'reused ' if result.reused else 'made   '} {result.ref.stage:<11} {result.ref.key[:12]}  {_headline(result)}", highlight=False, markup=False
+    )
+    get_run_logger().info(result.reason)
+    if result.reused:
+        return Completed(name="Reused", message=result.reason, data=result.ref)
+    return Completed(message=f"computed: {result.reason}", data=result.ref)
+
+
+def _headline(result: StepResult) -> str:
+    headline = result.record.summary.get("headline", "")
+    return str(headline)

@@ -1,0 +1,81 @@
+"""Shards and base model → the checkpoint of the last step, by the supervised loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from prefect import task
+from prefect.states import State
+
+from storage.artifact import ArtifactRef
+from tasks.artifacts import folder_of
+from tasks.base_model import resolve, weights_ref
+from tasks.console import stage_bar
+from tasks.context import Context
+from tasks.prefect_state import TASK_OPTIONS, ended, say_in_run
+from tasks.step import Produced, Stage, StepResult, Wanted, run_step
+from tasks.track import LiveProgress, tracked
+from twinkle_core.config import CheckpointConfig, ModelConfig, ResourcesConfig, TrainConfig
+from twinkle_core.hub.resolve import ModelSource
+from twinkle_core.types import Progress
+
+STAGE = Stage(
+    name="train",
+    version=1,
+    modules=(
+        "twinkle_core.dataloader.loader",
+        "twinkle_core.dataloader.order",
+        "twinkle_core.kernel.packed_attention",
+        "twinkle_core.loss.cross_entropy",
+        "twinkle_core.model.transformers_worker",
+        "twinkle_core.processor.base",
+        "twinkle_core.trainer.sft",
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """The parts of a run's settings that training reads; only `train` enters the key."""
+
+    model: ModelConfig
+    train: TrainConfig
+    checkpoint: CheckpointConfig
+    resources: ResourcesConfig
+
+
+def wanted_checkpoint(base: ModelSource, train: TrainConfig, shards: ArtifactRef) -> Wanted:
+    """Workers, threads and how often it is saved are no part of it."""
+    return Wanted(stage=STAGE, recipe=train.recipe_dump(), inputs={"shards": shards, "base_model": weights_ref(base)})
+
+
+def train(context: Context, settings: TrainSettings, shards: ArtifactRef, *, progress: Progress, say: Callable[[str], None]) -> StepResult:
+    """The stage without Prefect: resumes from the newest valid checkpoint of this recipe and these inputs."""
+    base = resolve(context, settings.model)
+
+    def compute(key: str, _work: Path) -> Produced:
+        from twinkle_core.trainer.run import SFTJob, run_sft
+
+        job = SFTJob(
+            train_key=key,
+            model_folder=base.materialise(),
+            shards_folder=folder_of(context, shards),
+            train=settings.train,
+            checkpoint=settings.checkpoint,
+            resources=settings.resources,
+        )
+        with tracked(context, key, settings.train, say) as tracker:
+            last = run_sft(job, store=context.store, tracker=tracker, progress=progress, say=say)
+        headline = f"{last.step} steps, {last.state.consumed_train_samples} rows, {last.state.consumed_train_tokens} tokens"
+        return Produced(stored=(last.prefix.rsplit("/", 1)[-1], last.files), summary={"headline": headline, "steps": last.step})
+
+    return run_step(context, wanted_checkpoint(base, settings.train, shards), compute=compute, say=say)
+
+
+@task(name="train", **TASK_OPTIONS)
+def train_task(context: Context, settings: TrainSettings, shards: ArtifactRef) -> State[ArtifactRef]:
+    """The trained weights with optimizer state and metric history."""
+    with stage_bar(STAGE.name) as bar, LiveProgress(bar, "consumed_train_samples / total") as progress:
+        return ended(train(context, settings, shards, progress=progress, say=say_in_run()))

@@ -1,0 +1,69 @@
+"""A worker in this very process: alone, or one of several that each run the same script (torchrun).
+
+Under torchrun every process makes the same calls; each takes its own share and gets everybody's answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from twinkle_core.infra.dispatch import collect_results, split_arguments
+from twinkle_core.infra.group import load_class
+
+
+class LocalGroup:
+    """The worker of rank `rank` of `world_size`, in this process.
+
+    `init_method` is torch's ('env://', 'tcp://host:port', 'file:///…') and is used when `world_size` > 1. `threads`
+    sets torch's thread count for this whole process; None leaves it as it is.
+    """
+
+    def __init__(
+        self,
+        worker_class: str | type,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        init_method: str = "env://",
+        threads: int | None = None,
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        if threads is not None:
+            import torch
+
+            torch.set_num_threads(threads)
+        if world_size > 1:
+            from twinkle_core.infra.process_group import join
+
+            join(rank, world_size, init_method=init_method)
+        self._worker: Any = load_class(worker_class)(rank=rank, world_size=world_size)
+
+    def call(self, method: str, *args: Any, dispatch: str = "all", collect: str = "none") -> Any:
+        share = split_arguments(args, dispatch, self.world_size)[self.rank]
+        if self.world_size == 1:
+            return collect_results([getattr(self._worker, method)(*share)], collect)
+        return collect_results(self._call_and_gather(method, share), collect)
+
+    def _call_and_gather(self, method: str, share: tuple[Any, ...]) -> Sequence[Any]:
+        import torch.distributed as dist
+
+        result, error = None, None
+        try:
+            result = getattr(self._worker, method)(*share)
+        except Exception as caught:  # the edge of the worker: peers wait for this rank's answer and must hear of its error
+            error = caught
+        answers: list[Any] = [None] * self.world_size
+        dist.all_gather_object(answers, (result, error))
+        if error is not None:
+            raise error
+        for rank, (_, other) in enumerate(answers):
+            if other is not None:
+                other.add_note(f"raised by worker {rank} in {method}")
+                raise other
+        return [answer for answer, _ in answers]
+
+    def shutdown(self) -> None:
+        """Drops the worker. The process group stays: it belongs to the process."""
+        self._worker = None

@@ -1,0 +1,230 @@
+"""Metric rows to MLflow, once each and live, from a side thread that never raises into the training loop.
+
+The run of a model is found by its train key, so a resumed training goes on in the same run. What MLflow already has is asked
+for at the start and not sent again; the rows a kill cut off come with the replayed steps and with the checkpoint's history,
+with the times they were first seen at. A resume is marked in the tag `twinkle.resumed_after_steps`. While MLflow is away rows wait (they are in the checkpoints too) and are sent later.
+The only module that imports mlflow, and only inside functions: it takes over a second.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+KEY_TAG = "twinkle.train_key"
+_MARK = "resumed_after_step"
+MAX_PARAM_CHARS = 6000
+"""MLflow's limit for a parameter's value; longer ones are cut, and the whole recipe is an artifact."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunIdentity:
+    """Which MLflow run a training belongs to."""
+
+    uri: str
+    experiment: str
+    artifact_location: str | None
+    """Where a new experiment keeps artifacts; None leaves it to the server."""
+    train_key: str
+    name: str
+
+
+class MlflowTracker:
+    """Sends metric rows (one an optimizer step) to the MLflow run of a train key."""
+
+    def __init__(
+        self, identity: RunIdentity, *, params: Mapping[str, Any], tags: Mapping[str, str], warn: Callable[[str], None], retry_seconds: float = 5.0
+    ) -> None:
+        self._identity, self._params, self._tags, self._warn, self._retry_seconds = identity, params, tags, warn, retry_seconds
+        self._rows: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="mlflow-tracker", daemon=True)
+        self.run_id: str | None = None
+        self._thread.start()
+
+    def resume(self, history: Iterable[dict[str, Any]], *, problems: tuple[str, ...]) -> None:
+        """Hands over the rows up to the checkpoint; those MLflow lacks are filled in."""
+        rows = list(history)
+        for row in rows:
+            self._rows.put(row)
+        if rows:
+            self._rows.put({_MARK: rows[-1]["step"]})
+
+    def log(self, row: dict[str, Any]) -> None:
+        """Queues a row; returns at once."""
+        self._rows.put(row)
+
+    def close(self, status: str, *, timeout_seconds: float = 60.0) -> bool:
+        """Sends what is left, sets the run's status (FINISHED, FAILED, KILLED); False when MLflow stayed away too long."""
+        self._rows.put(None)
+        self._thread.join(timeout_seconds)
+        if self._thread.is_alive() or self.run_id is None:
+            self._stop.set()
+            self._warn(f"MLflow at {self._identity.uri} is away; the curve is kept in the checkpoint and sent by the next run or `twinkle reap`")
+            return False
+        self._client().set_terminated(self.run_id, status=status)
+        return True
+
+    def _client(self) -> MlflowClient:
+        return client(self._identity.uri)
+
+    def _work(self) -> None:
+        sent: set[tuple[str, int]] | None = None
+        waiting: list[dict[str, Any]] = []
+        ended = False
+        while not self._stop.is_set() and not (ended and not waiting):
+            fresh, ended = _drain(self._rows, block=not waiting and not ended, ended=ended)
+            waiting += fresh
+            try:
+                if sent is None:
+                    self.run_id, sent = self._attach()
+                send_missing(self._client(), self.run_id, waiting, sent)
+                waiting = []
+            except away_errors() as error:
+                self._warn(f"MLflow: {error}; {len(waiting)} rows wait")
+                self._stop.wait(self._retry_seconds)
+
+    def _attach(self) -> tuple[str, set[tuple[str, int]]]:
+        api = self._client()
+        run_id = find_run(api, self._identity.experiment, self._identity.train_key)
+        if run_id is None:
+            run_id = _create_run(api, self._identity)
+        api.update_run(run_id, status="RUNNING")
+        _log_params(api, run_id, self._params)
+        for key, value in self._tags.items():
+            api.set_tag(run_id, key, value)
+        return run_id, _already_sent(api, run_id)
+
+
+def client(uri: str) -> MlflowClient:
+    """A client of the tracking store at `uri`; no global tracking URI is touched."""
+    from mlflow import MlflowClient
+
+    return MlflowClient(tracking_uri=uri)
+
+
+def away_errors() -> tuple[type[Exception], ...]:
+    """What an unreachable tracking store raises."""
+    import requests
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    return (OSError, MlflowException, SQLAlchemyError, requests.RequestException)
+
+
+def find_run(api: MlflowClient, experiment: str, train_key: str) -> str | None:
+    """Id of the run of a train key, or None."""
+    found = api.get_experiment_by_name(experiment)
+    if found is None:
+        return None
+    runs = api.search_runs([found.experiment_id], f"tags.`{KEY_TAG}` = '{train_key}'", max_results=1)
+    return runs[0].info.run_id if runs else None
+
+
+def send_missing(api: MlflowClient, run_id: str, rows: Iterable[dict[str, Any]], sent: set[tuple[str, int]]) -> None:
+    """Sends each (metric, step) of `rows` that is not in `sent`, with the row's own time, and adds it there."""
+    from mlflow.entities import Metric
+
+    for row in rows:
+        if _MARK in row:
+            marks = api.get_run(run_id).data.tags.get("twinkle.resumed_after_steps", "")
+            api.set_tag(run_id, "twinkle.resumed_after_steps", f"{marks},{row[_MARK]}".lstrip(","))
+            continue
+        names = [name for name in row if name not in ("step", "time") and (name, row["step"]) not in sent]
+        if names:
+            api.log_batch(run_id, metrics=[Metric(name, float(row[name]), int(row["time"] * 1000), row["step"]) for name in names])
+            sent.update((name, row["step"]) for name in names)
+
+
+def reap(uri: str, experiment: str, alive: Callable[[str], bool]) -> list[str]:
+    """Ends as KILLED each run that says RUNNING while nobody trains its key (`alive(train_key)` is false); returns their ids."""
+    api = client(uri)
+    found = api.get_experiment_by_name(experiment)
+    if found is None:
+        return []
+    ended = []
+    for run in api.search_runs([found.experiment_id], "attributes.status = 'RUNNING'"):
+        if not alive(run.data.tags.get(KEY_TAG, "")):
+            api.set_terminated(run.info.run_id, status="KILLED")
+            ended.append(run.info.run_id)
+    return ended
+
+
+def log_outcome(uri: str, run_id: str, *, metrics: Mapping[str, float], documents: Mapping[str, str], files: Mapping[str, Path]) -> None:
+    """Adds metrics, text artifacts (path → text) and files (artifact folder → file) to a run that may have ended."""
+    api = client(uri)
+    now = int(time.time() * 1000)
+    for name, value in metrics.items():
+        api.log_metric(run_id, name, value, timestamp=now, step=0)
+    for path, text in documents.items():
+        api.log_text(run_id, text, path)
+    for folder, file in files.items():
+        api.log_artifact(run_id, str(file), folder)
+
+
+def _create_run(api: MlflowClient, identity: RunIdentity) -> str:
+    from mlflow.exceptions import MlflowException
+
+    found = api.get_experiment_by_name(identity.experiment)
+    if found is None:
+        try:
+            experiment_id = api.create_experiment(identity.experiment, artifact_location=identity.artifact_location)
+        except MlflowException:  # another run created it between the look and the call
+            found = api.get_experiment_by_name(identity.experiment)
+            if found is None:
+                raise
+            experiment_id = found.experiment_id
+    else:
+        experiment_id = found.experiment_id
+    run = api.create_run(experiment_id, run_name=identity.name, tags={KEY_TAG: identity.train_key})
+    return run.info.run_id
+
+
+def _log_params(api: MlflowClient, run_id: str, params: Mapping[str, Any]) -> None:
+    from mlflow.entities import Param
+
+    known = api.get_run(run_id).data.params
+    new = [Param(key, text) for key, value in flatten(params).items() if key not in known and (text := _param_text(value)) is not None]
+    for start in range(0, len(new), 100):
+        api.log_batch(run_id, params=new[start : start + 100])
+
+
+def _param_text(value: Any) -> str | None:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= MAX_PARAM_CHARS else text[: MAX_PARAM_CHARS - 1] + "…"
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings as dotted names: `{'a': {'b': 1}}` gives `{'a.b': 1}`."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _already_sent(api: MlflowClient, run_id: str) -> set[tuple[str, int]]:
+    names = api.get_run(run_id).data.metrics
+    return {(name, point.step) for name in names for point in api.get_metric_history(run_id, name)}
+
+
+def _drain(rows: queue.Queue[dict[str, Any] | None], *, block: bool, ended: bool) -> tuple[list[dict[str, Any]], bool]:
+    taken: list[dict[str, Any]] = []
+    while not ended:
+        try:
+            row = rows.get(block=block and not taken)
+        except queue.Empty:
+            break
+        if row is None:
+            ended = True
+        else:
+            taken.append(row)
+    return taken, ended
