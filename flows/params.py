@@ -68,8 +68,10 @@ class SFTParams(Config):
             where = f"data.sources.{index}"
             if source.processor is None and source.processor_args:
                 raise ValueError(f"{where}.processor_args {sorted(source.processor_args)} given, but {where}.processor is null")
-            if source.uri == "builtin://self_cognition" and source.processor != "SelfCognitionProcessor":
-                raise ValueError(f"{where}.uri {source.uri} has {{name}} and {{author}} to fill in; set {where}.processor SelfCognitionProcessor")
+            if source.uri == "builtin://self_cognition" and source.processor is None:
+                raise ValueError(
+                    f"{where}.uri {source.uri} has a name and an author to fill in; set {where}.processor SelfCognitionProcessor"
+                )
         return self
 
     @model_validator(mode="after")

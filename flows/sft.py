@@ -27,16 +27,19 @@ def _run_name() -> str:
 
 @flow(name="sft", flow_run_name=_run_name, persist_result=False)
 def sft(params: SFTParams) -> dict[str, Any]:
-    """From rows to a published model. Gives the refs of the artifacts and the release."""
+    """From rows to a published model. Gives where release and report are.
+
+    Each task returns the state it ends in (`Completed` or `Reused`), hence `.result()`.
+    """
     context, p = begin("sft", params)
-    trajectories = preprocess_task(context, p.data)
-    encoded = encode_task(context, p.model, p.template, trajectories)
-    plan = pack_task(context, p.packing, encoded)
-    shards = shard_task(context, p.shard, encoded, plan)
-    before = evaluate_base_task(context, p.model, p.evaluate, trajectories, encoded)
+    trajectories = preprocess_task(context, p.data).result()
+    encoded = encode_task(context, p.model, p.template, trajectories).result()
+    plan = pack_task(context, p.packing, encoded).result()
+    shards = shard_task(context, p.shard, encoded, plan).result()
+    before = evaluate_base_task(context, p.model, p.evaluate, trajectories, encoded).result()
     settings = TrainSettings(model=p.model, train=p.train, checkpoint=p.checkpoint, resources=p.resources)
-    checkpoint = train_task(context, settings, shards)
-    model = export_task(context, p.model, p.export, checkpoint)
-    after = evaluate_task(context, p.model, p.evaluate, model, trajectories, encoded)
-    report = report_task(context, p.publish, before, after, checkpoint)
-    return publish_task(context, p.model, p.publish, model, report)
+    checkpoint = train_task(context, settings, shards).result()
+    model = export_task(context, p.model, p.export, checkpoint).result()
+    after = evaluate_task(context, p.model, p.evaluate, model, trajectories, encoded).result()
+    report = report_task(context, p.publish, before, after, checkpoint).result()
+    return publish_task(context, p.model, p.publish, model, report).result()

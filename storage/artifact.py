@@ -161,8 +161,12 @@ def verify_files(store: Store, prefix: str, files: Iterable[FileEntry]) -> list[
     if problems:
         return problems
     for entry in files:
-        with store.open(join(prefix, entry.path)) as file:
-            digest = _digest_stream(file)
+        try:
+            with store.open(join(prefix, entry.path)) as file:
+                digest = _digest_stream(file)
+        except NotFoundError:
+            problems.append(f"{entry.path!r} in {prefix} was deleted just now")
+            continue
         if digest != entry.sha256:
             problems.append(f"{entry.path!r} in {prefix} is changed: sha256 {digest}, not {entry.sha256}")
     return problems

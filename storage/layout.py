@@ -4,6 +4,8 @@
     data/<stage>/<key>/<attempt>/…                    its files
     leases/<stage>/<key>.json                         who computes it now
     runs/<run_id>/spec.json                           the frozen settings of a run
+    runs/<run_id>/uses/<stage>/<key>                  an artifact that the run needs: kept until the run has ended
+    runs/<run_id>/end.json                            the run has ended well
     checkpoints/<train_key>/HEAD.json                 newest checkpoint and attempt epoch, moved by compare-and-swap
     data/train/<train_key>/step-<step>-e<epoch>/…     files of a checkpoint, and its MANIFEST.json
     releases/<name>/<version>/…                       published models
@@ -41,6 +43,11 @@ def data_prefix(stage: str, key: str, attempt: str) -> str:
     return f"data/{_name(stage, 'stage')}/{_name(key, 'artifact key')}/{_name(attempt, 'attempt')}"
 
 
+def all_data_prefix() -> str:
+    """Where the files of all artifacts are: <stage>/<key>/<attempt>/… below it, see `data_prefix`."""
+    return "data"
+
+
 def leases_prefix() -> str:
     return "leases"
 
@@ -59,6 +66,14 @@ def run_spec_key(run_id: str) -> str:
 
 def checkpoints_prefix() -> str:
     return "checkpoints"
+
+
+def run_use_key(run_id: str, stage: str, key: str) -> str:
+    return f"{runs_prefix()}/{_name(run_id, 'run id')}/uses/{_name(stage, 'stage')}/{_name(key, 'artifact key')}"
+
+
+def run_end_key(run_id: str) -> str:
+    return f"{runs_prefix()}/{_name(run_id, 'run id')}/end.json"
 
 
 def head_key(train_key: str) -> str:

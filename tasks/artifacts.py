@@ -24,8 +24,7 @@ def record_of(context: Context, ref: ArtifactRef) -> ArtifactRecord:
 def folder_of(context: Context, ref: ArtifactRef) -> Path:
     """The artifact's files as a local folder: in place where the store is local, else fetched once and verified."""
     record = record_of(context, ref)
-    cache = context.cache / "artifacts" / record.stage / record.key / record.attempt
-    return local_folder(context.store, record.prefix, record.files, cache)
+    return local_folder(context.store, record.prefix, record.files, context.cache / "artifacts")
 
 
 def read_json(context: Context, ref: ArtifactRef, name: str) -> Any:

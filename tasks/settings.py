@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from storage.uri import parse
 
 QUIET = {
     "DO_NOT_TRACK": "true",
@@ -24,7 +26,7 @@ class Settings:
     home: Path
     """Absolute folder of everything that is local: store, caches, service databases and logs."""
     store_url: str
-    """Root of the artifacts: an absolute path, file://…, s3://bucket/prefix or memory://name."""
+    """Root of the artifacts: file:///folder, s3://bucket/prefix or memory://name; never relative to a working folder."""
     prefect_api_url: str | None
     """API of a running Prefect server; None means the one that `twinkle up` starts on this machine."""
     mlflow_uri: str | None
@@ -34,36 +36,39 @@ class Settings:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Settings:
-        """Settings from TWINKLE_HOME, TWINKLE_STORE, PREFECT_API_URL and MLFLOW_TRACKING_URI of `environ` (this process's, if None)."""
+        """Settings from TWINKLE_HOME, TWINKLE_STORE, PREFECT_API_URL and MLFLOW_TRACKING_URI of `environ` (this process's, if None).
+
+        Raises `StorageError` for a store address that cannot be read.
+        """
         environ = os.environ if environ is None else environ
         home = Path(environ.get("TWINKLE_HOME") or "~/.twinkle").expanduser().absolute()
         return cls(
             home=home,
-            store_url=environ.get("TWINKLE_STORE") or str(home / "store"),
+            store_url=parse(environ.get("TWINKLE_STORE") or str(home / "store")).url,
             prefect_api_url=environ.get("PREFECT_API_URL") or None,
             mlflow_uri=environ.get("MLFLOW_TRACKING_URI") or None,
             cache_dir=home / "cache",
         )
 
     def environment(self) -> dict[str, str]:
-        """The variables with which `from_env` gives these settings in another process, telemetry off.
-
-        Prefect's home is moved under ours unless the user works against a server of their own, whose login lies in their profile.
-        """
-        variables = {**QUIET, "TWINKLE_HOME": str(self.home), "TWINKLE_STORE": self.store_url, "PREFECT_HOME": str(self.home / "prefect")}
+        """The variables with which `from_env` gives these settings in another process."""
+        variables = {"TWINKLE_HOME": str(self.home), "TWINKLE_STORE": self.store_url}
         if self.prefect_api_url:
             variables["PREFECT_API_URL"] = self.prefect_api_url
         if self.mlflow_uri:
             variables["MLFLOW_TRACKING_URI"] = self.mlflow_uri
         return variables
 
-    def apply(self, environ: MutableMapping[str, str] | None = None) -> None:
-        """Set those variables in this process. Call it before Prefect or MLflow is imported: they read them then."""
-        environ = os.environ if environ is None else environ
-        keep = {"PREFECT_HOME"} if "PREFECT_HOME" in environ else set()
-        environ.update({name: value for name, value in self.environment().items() if name not in keep})
+    def apply(self) -> None:
+        """Set them in this process. Call it before Prefect or MLflow is imported: they read them then."""
+        os.environ.update(child_environment(self))
 
 
 def child_environment(settings: Settings, extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Whole environment for a process that we start: this one's, the settings', then `extra`."""
-    return {**os.environ, **settings.environment(), **(extra or {})}
+    """Whole environment for a process that we start: this one's, telemetry off, the settings', then `extra`.
+
+    Prefect's home is put under ours, but not for users who work against a server of their own: their login lies in their profile.
+    """
+    own_profile = "PREFECT_HOME" in os.environ or "PREFECT_API_URL" in os.environ
+    home = {} if own_profile else {"PREFECT_HOME": str(settings.home / "prefect")}
+    return {**os.environ, **QUIET, **home, **settings.environment(), **(extra or {})}

@@ -89,7 +89,7 @@ def run_step(
         record, damage = sound_record(context, stage, key, check)
         if record is not None and not damage:
             return _reused(context, record)
-        lease = acquire(store, layout.lease_key(stage, key), Holder.current())
+        lease = acquire(store, layout.lease_key(stage, key), Holder.here())
         if lease is None:
             if not waited:
                 say(f"{stage} {key[:12]} is being computed by {describe_holder(context, stage, key)}; waiting for it")

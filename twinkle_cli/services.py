@@ -117,8 +117,9 @@ def _command(settings: Settings, name: str, port: int | None) -> list[str]:
         return [sys.executable, "-P", "-m", "prefect", "server", "start", "--host", HOST, "--port", str(port)]
     if name == "worker":
         return [sys.executable, "-P", "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process", "--name", POOL]
-    artifacts = settings.home / "mlflow-artifacts"
-    backend = ["--backend-store-uri", f"sqlite:///{settings.home / 'mlflow.db'}", "--artifacts-destination", str(artifacts)]
+    # Clients write artifacts into the folder themselves: an experiment made without a server (tasks/track.py) has the same place.
+    artifacts = ["--default-artifact-root", (settings.home / "mlartifacts").as_uri(), "--no-serve-artifacts"]
+    backend = ["--backend-store-uri", f"sqlite:///{settings.home / 'mlflow.db'}", *artifacts]
     return [sys.executable, "-P", "-m", "mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1", *backend]
 
 

@@ -23,7 +23,7 @@ from ray.exceptions import (
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from twinkle_core.errors import ConfigError, TwinkleError, WorkerLostError
+from twinkle_core.errors import ConfigError, TrainingError, TwinkleError, WorkerLostError
 from twinkle_core.infra.dispatch import collect_results, split_arguments
 from twinkle_core.infra.worker_host import WorkerHost
 
@@ -64,7 +64,7 @@ class RayGroup:
         self._actors: list[Any] = []
         self._alive: dict[Any, int] = {}
         self._group: PlacementGroup | None = None
-        self._closed: str | None = None
+        self._closed: TwinkleError | None = None
         self._started_ray = not ray.is_initialized()
         if self._started_ray:
             local = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES} if address is None else {}
@@ -87,7 +87,7 @@ class RayGroup:
     def shutdown(self) -> None:
         """Kills the actors, gives their cores back, and ends Ray where this group started it."""
         if self._closed is None:
-            self._closed = "it was shut down"
+            self._closed = TrainingError("this worker group was shut down; build a new one")
         if ray.is_initialized():
             for actor in self._actors:
                 ray.kill(actor, no_restart=True)
@@ -143,7 +143,7 @@ class RayGroup:
     def _run(self, host_method: str, arguments: list[tuple[Any, ...]], method: str) -> list[Any]:
         """Runs one method on the first `len(arguments)` actors and waits for all, or for the first failure of any actor."""
         if self._closed is not None:
-            raise WorkerLostError(f"this worker group is closed ({self._closed}); build a new one")
+            raise self._closed
         pending = {getattr(actor, host_method).remote(*args): rank for rank, (actor, args) in enumerate(zip(self._actors, arguments, strict=False))}
         results: list[Any] = [None] * len(arguments)
         while pending:
@@ -160,12 +160,12 @@ class RayGroup:
 
     def _lose(self, rank: int, method: str, error: Exception) -> NoReturn:
         reason = " ".join(str(error).split())[:600]
-        self._closed = f"worker {rank} was lost"
-        self.shutdown()
-        raise WorkerLostError(
+        self._closed = WorkerLostError(
             f"worker {rank} of {self.world_size} died during '{method}' ({type(error).__name__}: {reason}); "
             "the group is ended: build a new one and resume from the last checkpoint"
-        ) from None
+        )
+        self.shutdown()
+        raise self._closed from None
 
     def _fail(self, rank: int, method: str, error: RayTaskError) -> NoReturn:
         """Re-raises a worker's own exception; a broken connection to a peer that died is that peer's death."""
@@ -177,7 +177,7 @@ class RayGroup:
                     ray.get(ref)
                 except LOST as death:
                     self._lose(self._alive[ref], method, death)
-        self._closed = f"worker {rank} raised {type(cause).__name__}"
+        self._closed = TrainingError(f"this worker group was ended when worker {rank} raised {type(cause).__name__} in '{method}'; build a new one")
         self.shutdown()
         cause.add_note(f"raised by worker {rank} in '{method}'")
         if cause is error:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from storage.store import Store
 from twinkle_core.checkpoint.manifest import Attempt, Manifest, TrainerState
@@ -16,14 +16,11 @@ from twinkle_core.checkpoint.save import Checkpointer, read_history
 from twinkle_core.config import CheckpointConfig, ResourcesConfig, TrainConfig
 from twinkle_core.dataloader.loader import DataLoader
 from twinkle_core.errors import WorkerLostError
-from twinkle_core.infra.build import build_group
-from twinkle_core.model.transformers import TransformersModel
+from twinkle_core.infra.group import WorkerGroup, open_group
+from twinkle_core.model.transformers import TRANSFORMERS_WORKER, TransformersModel
 from twinkle_core.sharding.reader import PackedDataset
 from twinkle_core.trainer import sft
 from twinkle_core.types import Progress
-
-if TYPE_CHECKING:
-    from twinkle_core.infra.group import WorkerGroup
 
 ADAPTER = "default"
 
@@ -79,7 +76,7 @@ def _run_attempt(job: SFTJob, attempt: Attempt, tracker: Tracker, progress: Prog
         seed=job.train.seed,
         num_epochs=job.train.epochs,
     )
-    group = build_group(job.resources)
+    group = open_group(TRANSFORMERS_WORKER, job.resources)
     try:
         model = build_model(job, group, num_training_steps=len(loader))
         found = newest_valid(attempt.store, attempt.head)

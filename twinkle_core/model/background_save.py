@@ -1,0 +1,46 @@
+"""Writing a snapshot while training goes on. Imports torch."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from storage.store import open_store
+from storage.transfer import upload_folder
+from twinkle_core.errors import TrainingError
+from twinkle_core.model.checkpoint_files import Snapshot, write_snapshot
+
+if TYPE_CHECKING:
+    from storage.artifact import FileEntry
+
+
+class BackgroundSave:
+    """A thread that writes a snapshot to scratch and uploads it. Start by building it; ask `result` for the files."""
+
+    def __init__(self, snapshot: Snapshot, store_url: str, prefix: str) -> None:
+        self._files: tuple[FileEntry, ...] | None = None
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, args=(snapshot, store_url, prefix), name="checkpoint-upload", daemon=True)
+        self._thread.start()
+
+    def result(self, *, block: bool) -> tuple[FileEntry, ...] | None:
+        """The uploaded files, or None while at work. Raises what the thread raised."""
+        if block:
+            self._thread.join()
+        if self._thread.is_alive():
+            return None
+        if self._error is not None:
+            raise self._error
+        if self._files is None:
+            raise TrainingError("the thread that saves ended without files and without an error")
+        return self._files
+
+    def _run(self, snapshot: Snapshot, store_url: str, prefix: str) -> None:
+        try:
+            with tempfile.TemporaryDirectory(prefix="checkpoint-") as scratch:
+                write_snapshot(snapshot, Path(scratch))
+                self._files = upload_folder(open_store(store_url), Path(scratch), prefix)
+        except Exception as error:  # the edge of the thread: kept for whoever asks for the result
+            self._error = error

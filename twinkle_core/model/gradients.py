@@ -1,0 +1,44 @@
+"""All gradients of a worker as one flat float32 tensor. Imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+
+
+class GradientBucket:
+    """One buffer that the parameters' `.grad` are views of: reduced, measured, scaled and zeroed in one operation each.
+
+    Gradients exist from the start and stay: a worker without a micro-batch contributes zeros, and joins.
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        owned = list(parameters)
+        self.flat = torch.zeros(sum(p.numel() for p in owned), dtype=torch.float32, device=owned[0].device)
+        self.num_loss_tokens = 0
+        """Supervised tokens whose losses this worker has summed since the last step."""
+        start = 0
+        for parameter in owned:
+            parameter.grad = self.flat[start : start + parameter.numel()].view(parameter.shape)
+            start += parameter.numel()
+
+    def reduce(self, world_size: int) -> int:
+        """Sums gradients over workers. Gives the number of supervised tokens of the global batch."""
+        if world_size == 1:
+            return self.num_loss_tokens
+        count = torch.tensor(self.num_loss_tokens, dtype=torch.int64, device=self.flat.device)
+        dist.all_reduce(count)
+        dist.all_reduce(self.flat)
+        return int(count)
+
+    def normalise_and_clip(self, num_loss_tokens: int, max_norm: float) -> float:
+        """Divides by the token count and scales down to `max_norm`. Gives the L2 norm in between."""
+        norm = float(torch.linalg.vector_norm(self.flat)) / num_loss_tokens
+        self.flat.mul_(min(1.0, max_norm / (norm + 1e-6)) / num_loss_tokens)
+        return norm
+
+    def zero(self) -> None:
+        self.flat.zero_()
+        self.num_loss_tokens = 0
