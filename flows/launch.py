@@ -46,10 +46,7 @@ def run(flow: str, params: SFTParams, settings: Settings) -> int:
     """Runs the flow against the Prefect server of `settings` (already in the environment); 0 when it completed."""
     from flows.sft import sft
 
-    for handler in list(logging.getLogger("prefect").handlers):
-        # The run's log goes to the server; the terminal has the progress bars.
-        if type(handler).__name__ == "PrefectConsoleHandler":
-            logging.getLogger("prefect").removeHandler(handler)
+    _only_bars_on_the_terminal()
     state = sft(params, return_state=True)
     if not state.is_completed():
         Console(stderr=True).print(f"{flow} ended as {state.name}: {state.message}", style="bold red", markup=False, highlight=False)
@@ -63,3 +60,13 @@ def run(flow: str, params: SFTParams, settings: Settings) -> int:
     table.add_row("MLflow", settings.mlflow_uri or "`twinkle up` serves it")
     Console().print(table)
     return 0
+
+
+def _only_bars_on_the_terminal() -> None:
+    """The run's log goes to the server; Prefect's own lines on the terminal would tear the progress bars."""
+    from prefect.logging.handlers import PrefectConsoleHandler
+
+    loggers = [item for name, item in logging.root.manager.loggerDict.items() if name.startswith("prefect") and isinstance(item, logging.Logger)]
+    for logger in loggers:
+        for handler in [handler for handler in logger.handlers if isinstance(handler, PrefectConsoleHandler)]:
+            logger.removeHandler(handler)

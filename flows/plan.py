@@ -9,11 +9,12 @@ from storage.artifact import ArtifactRef
 from tasks.base_model import resolve, weights_ref
 from tasks.context import Context
 from tasks.encode import wanted_encoded
-from tasks.evaluate import wanted_evaluation, wanted_report
+from tasks.evaluate import HeldOut, wanted_evaluation
 from tasks.export import wanted_model
 from tasks.pack import wanted_plan
 from tasks.preprocess import wanted_trajectories
 from tasks.publish import release_problems, wanted_release
+from tasks.report import wanted_report
 from tasks.shard import wanted_shards
 from tasks.step import Wanted, explain, sound_record
 from tasks.train_sft import wanted_checkpoint
@@ -39,7 +40,7 @@ class Planner:
 
     def look(self, label: str, wanted: Wanted) -> ArtifactRef | None:
         """The artifact if a run would reuse it; None, with the reason noted, if it would be computed."""
-        check = release_problems(self._context) if label == "publish" else (lambda _: [])
+        check = release_problems if label == "publish" else (lambda _: [])
         record, damage = sound_record(self._context, wanted.stage.name, wanted.key, check)
         if record is None or damage:
             self.compute(label, "; ".join(damage) if damage else explain(self._context, wanted), wanted.key)
@@ -61,10 +62,11 @@ def plan_sft(context: Context, p: SFTParams) -> list[Planned]:
     encoded = trajectories and look("encode", wanted_encoded(base, p.template, trajectories))
     plan = encoded and look("pack", wanted_plan(p.packing, encoded))
     shards = encoded and plan and look("shard", wanted_shards(p.shard, encoded, plan))
-    before = trajectories and encoded and look("evaluate base", wanted_evaluation(base, weights_ref(base), p.evaluate, trajectories, encoded))
+    data = trajectories and encoded and HeldOut(template=p.template, trajectories=trajectories, encoded=encoded)
+    before = data and look("evaluate base", wanted_evaluation(base, weights_ref(base), p.evaluate, data))
     checkpoint = shards and look("train", wanted_checkpoint(base, p.train, shards))
-    model = checkpoint and look("export", wanted_model(base, p.export, checkpoint))
-    after = model and trajectories and encoded and look("evaluate", wanted_evaluation(base, model, p.evaluate, trajectories, encoded))
+    model = checkpoint and look("export", wanted_model(base, p.export, p.template, checkpoint))
+    after = model and data and look("evaluate", wanted_evaluation(base, model, p.evaluate, data))
     report = before and after and checkpoint and look("report", wanted_report(p.publish, before, after, checkpoint))
     if model and report:
         look("publish", wanted_release(p.publish, model, report))

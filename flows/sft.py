@@ -10,11 +10,12 @@ from prefect.runtime import flow_run
 from flows.begin import begin
 from flows.params import SFTParams
 from tasks.encode import encode_task
-from tasks.evaluate import evaluate_base_task, evaluate_task, report_task
+from tasks.evaluate import HeldOut, evaluate_base_task, evaluate_task
 from tasks.export import export_task
 from tasks.pack import pack_task
 from tasks.preprocess import preprocess_task
-from tasks.publish import publish_task
+from tasks.publish import outcome, publish_task
+from tasks.report import report_task
 from tasks.shard import shard_task
 from tasks.train_sft import TrainSettings, train_task
 
@@ -36,10 +37,12 @@ def sft(params: SFTParams) -> dict[str, Any]:
     encoded = encode_task(context, p.model, p.template, trajectories).result()
     plan = pack_task(context, p.packing, encoded).result()
     shards = shard_task(context, p.shard, encoded, plan).result()
-    before = evaluate_base_task(context, p.model, p.evaluate, trajectories, encoded).result()
+    data = HeldOut(template=p.template, trajectories=trajectories, encoded=encoded)
+    before = evaluate_base_task(context, p.model, p.evaluate, data).result()
     settings = TrainSettings(model=p.model, train=p.train, checkpoint=p.checkpoint, resources=p.resources)
     checkpoint = train_task(context, settings, shards).result()
-    model = export_task(context, p.model, p.export, checkpoint).result()
-    after = evaluate_task(context, p.model, p.evaluate, model, trajectories, encoded).result()
-    report = report_task(context, p.publish, before, after, checkpoint).result()
-    return publish_task(context, p.model, p.publish, model, report).result()
+    model = export_task(context, p.model, p.export, p.template, checkpoint).result()
+    after = evaluate_task(context, p.model, p.evaluate, data, model).result()
+    report = report_task(context, p.model, p.publish, before, after, checkpoint).result()
+    release = publish_task(context, p.model, p.publish, model, report).result()
+    return outcome(context, release, report)

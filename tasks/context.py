@@ -88,7 +88,9 @@ def _commit() -> str | None:
     here = Path(__file__).resolve().parent.parent
     if not (here / ".git").exists():
         return None
-    asked = subprocess.run(["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True, check=False)
+    asked = subprocess.run(
+        ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True, check=False
+    )
     return asked.stdout.strip() or None
 
 

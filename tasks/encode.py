@@ -17,11 +17,11 @@ from tasks.step import Produced, Stage, Wanted, run_step
 from twinkle_core.config import ModelConfig, TemplateConfig
 from twinkle_core.hub.resolve import ModelSource
 from twinkle_core.template.base import Template
-from twinkle_core.template.run import encode
+from twinkle_core.template.run import VERSION, encode
 
 STAGE = Stage(
     name="encode",
-    version=1,
+    version=VERSION,
     modules=("twinkle_core.template.base", "twinkle_core.template.masks", "twinkle_core.template.run"),
 )
 
@@ -39,6 +39,9 @@ def encode_task(context: Context, model: ModelConfig, template: TemplateConfig, 
     with stage_bar(STAGE.name) as progress:
 
         def compute(_key: str, work: Path) -> Produced:
-            return Produced(summary=encode(folder_of(context, trajectories), Template(base.materialise(), template), work, progress))
+            report = encode(folder_of(context, trajectories), Template(base.materialise(), template), work, progress)
+            learnt = report["train"]
+            headline = f"{learnt['documents']} documents, {learnt['tokens']} tokens, {learnt['supervised_tokens']} supervised"
+            return Produced(summary={"headline": headline} | report)
 
         return ended(run_step(context, wanted_encoded(base, template, trajectories), compute=compute, say=say_in_run()))

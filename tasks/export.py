@@ -14,20 +14,22 @@ from tasks.console import stage_bar
 from tasks.context import Context
 from tasks.prefect_state import TASK_OPTIONS, ended, say_in_run
 from tasks.step import Produced, Stage, Wanted, run_step
-from twinkle_core.config import ExportConfig, ModelConfig
+from twinkle_core.config import ExportConfig, ModelConfig, TemplateConfig
 from twinkle_core.hub.resolve import ModelSource
 
 STAGE = Stage(name="export", version=1, modules=("twinkle_core.checkpoint.export",))
 
 
-def wanted_model(base: ModelSource, config: ExportConfig, checkpoint: ArtifactRef) -> Wanted:
-    """The folder holds the tokenizer too, so that is an input."""
+def wanted_model(base: ModelSource, config: ExportConfig, template: TemplateConfig, checkpoint: ArtifactRef) -> Wanted:
+    """The folder holds tokenizer and chat template too: a model is published with the template it was trained with."""
     inputs = {"checkpoint": checkpoint, "base_model": weights_ref(base), "tokenizer": tokenizer_ref(base)}
-    return Wanted(stage=STAGE, recipe=config.recipe_dump(), inputs=inputs)
+    return Wanted(stage=STAGE, recipe=config.recipe_dump() | {"chat_template": template.chat_template}, inputs=inputs)
 
 
 @task(name="export", **TASK_OPTIONS)
-def export_task(context: Context, model: ModelConfig, config: ExportConfig, checkpoint: ArtifactRef) -> State[ArtifactRef]:
+def export_task(
+    context: Context, model: ModelConfig, config: ExportConfig, template: TemplateConfig, checkpoint: ArtifactRef
+) -> State[ArtifactRef]:
     """The model folder: merged, or the adapter alone."""
     base = resolve(context, model)
     with stage_bar(STAGE.name) as progress:
@@ -36,6 +38,10 @@ def export_task(context: Context, model: ModelConfig, config: ExportConfig, chec
             from twinkle_core.checkpoint.export import export
 
             progress.start(STAGE.name, None, "files")
-            return Produced(summary=export(base.materialise(), folder_of(context, checkpoint), config, work))
+            summary = export(base.materialise(), folder_of(context, checkpoint), config, work, base_name=base.name)
+            if template.chat_template is not None:
+                (work / "chat_template.jinja").write_text(template.chat_template, encoding="utf-8")
+            headline = f"{config.form} {config.dtype}, {summary['num_bytes'] / 1e6:,.0f} MB"
+            return Produced(summary={"headline": headline} | summary)
 
-        return ended(run_step(context, wanted_model(base, config, checkpoint), compute=compute, say=say_in_run()))
+        return ended(run_step(context, wanted_model(base, config, template, checkpoint), compute=compute, say=say_in_run()))

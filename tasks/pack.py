@@ -14,9 +14,9 @@ from tasks.context import Context
 from tasks.prefect_state import TASK_OPTIONS, ended, say_in_run
 from tasks.step import Produced, Stage, Wanted, run_step
 from twinkle_core.config import PackingConfig
-from twinkle_core.packing.run import plan
+from twinkle_core.packing.run import VERSION, plan
 
-STAGE = Stage(name="pack", version=1, modules=("twinkle_core.packing.best_fit_decreasing", "twinkle_core.packing.run"))
+STAGE = Stage(name="pack", version=VERSION, modules=("twinkle_core.packing.best_fit_decreasing", "twinkle_core.packing.run"))
 
 
 def wanted_plan(packing: PackingConfig, encoded: ArtifactRef) -> Wanted:
@@ -30,6 +30,9 @@ def pack_task(context: Context, packing: PackingConfig, encoded: ArtifactRef) ->
     with stage_bar(STAGE.name) as progress:
 
         def compute(_key: str, work: Path) -> Produced:
-            return Produced(summary=plan(folder_of(context, encoded), packing, work, progress))
+            report = plan(folder_of(context, encoded), packing, work, progress)
+            return Produced(
+                summary={"headline": f"{report['documents']} documents in {report['rows']} rows, {report['fill']:.1%} full"} | report
+            )
 
         return ended(run_step(context, wanted_plan(packing, encoded), compute=compute, say=say_in_run()))

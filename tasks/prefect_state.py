@@ -31,7 +31,9 @@ def say_in_run() -> Callable[[str], None]:
 def ended(result: StepResult) -> State[ArtifactRef]:
     """The state a stage's task ends in; its data is the `ArtifactRef`."""
     Console(stderr=True).print(
-        f"{'reused ' if result.reused else 'made   '} {result.ref.stage:<11} {result.ref.key[:12]}  {_headline(result)}", highlight=False, markup=False
+        f"{'reused ' if result.reused else 'made   '} {result.ref.stage:<11} {result.ref.key[:12]}  {_headline(result)}",
+        highlight=False,
+        markup=False,
     )
     get_run_logger().info(result.reason)
     if result.reused:

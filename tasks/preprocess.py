@@ -14,13 +14,13 @@ from tasks.prefect_state import TASK_OPTIONS, ended, say_in_run
 from tasks.step import Produced, Stage, Wanted, run_step
 from twinkle_core.config import DataConfig
 from twinkle_core.dataset.sources import open_source
-from twinkle_core.preprocessor.run import preprocess
+from twinkle_core.preprocessor.run import VERSION, preprocess
 
 STAGE = Stage(
     name="preprocess",
-    version=1,
+    version=VERSION,
     modules=(
-        "twinkle_core.dataset.sources",
+        "twinkle_core.preprocessor.sources",
         "twinkle_core.preprocessor.formats",
         "twinkle_core.preprocessor.run",
         "twinkle_core.preprocessor.self_cognition",
@@ -43,6 +43,7 @@ def preprocess_task(context: Context, data: DataConfig) -> State[ArtifactRef]:
     with stage_bar(STAGE.name) as progress:
 
         def compute(_key: str, work: Path) -> Produced:
-            return Produced(summary=preprocess(data, work, progress))
+            report = preprocess(data, work, progress)
+            return Produced(summary={"headline": f"{report['train']} rows to learn, {report['held_out']} held out"} | report)
 
         return ended(run_step(context, wanted_trajectories(data), compute=compute, say=say_in_run()))

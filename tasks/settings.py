@@ -15,8 +15,9 @@ QUIET = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "RAY_USAGE_STATS_ENABLED": "0",
     "HF_HUB_DISABLE_TELEMETRY": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
-"""No part that we start reports home."""
+"""No part that we start reports home, or draws bars into ours.."""
 
 
 @dataclass(frozen=True, kw_only=True)

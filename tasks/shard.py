@@ -14,9 +14,9 @@ from tasks.context import Context
 from tasks.prefect_state import TASK_OPTIONS, ended, say_in_run
 from tasks.step import Produced, Stage, Wanted, run_step
 from twinkle_core.config import ShardConfig
-from twinkle_core.sharding.writer import write_shards
+from twinkle_core.sharding.writer import VERSION, write_shards
 
-STAGE = Stage(name="shard", version=1, modules=("twinkle_core.sharding.writer",))
+STAGE = Stage(name="shard", version=VERSION, modules=("twinkle_core.sharding.writer",))
 
 
 def wanted_shards(shard: ShardConfig, encoded: ArtifactRef, plan: ArtifactRef) -> Wanted:
@@ -30,6 +30,7 @@ def shard_task(context: Context, shard: ShardConfig, encoded: ArtifactRef, plan:
     with stage_bar(STAGE.name) as progress:
 
         def compute(_key: str, work: Path) -> Produced:
-            return Produced(summary=write_shards(folder_of(context, encoded), folder_of(context, plan), shard, work, progress))
+            index = write_shards(folder_of(context, encoded), folder_of(context, plan), shard, work, progress)
+            return Produced(summary={"headline": f"{index['num_rows']} rows in {len(index['shards'])} shards"} | index)
 
         return ended(run_step(context, wanted_shards(shard, encoded, plan), compute=compute, say=say_in_run()))

@@ -1,8 +1,8 @@
 """The only cache: a stage's result is looked up by its key, believed when its bytes are verified, and computed otherwise.
 
-    key → record there and its files whole?    → reused
-        → somebody alive computes it?          → wait, then look again
-        → lease taken → compute → upload under an attempt's own name → one conditional put of the record
+key → record there and its files whole?    → reused
+    → somebody alive computes it?          → wait, then look again
+    → lease taken → compute → upload under an attempt's own name → one conditional put of the record
 """
 
 from __future__ import annotations
@@ -16,7 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from storage import layout
-from storage.artifact import ArtifactRecord, ArtifactRef, FileEntry, SourceRef, artifact_key, commit_record, list_records, read_record, verify_record
+from storage.artifact import (
+    ArtifactRecord,
+    ArtifactRef,
+    FileEntry,
+    SourceRef,
+    artifact_key,
+    commit_record,
+    list_records,
+    read_record,
+    verify_record,
+)
 from storage.errors import DamagedError
 from storage.lease import Holder, acquire, read_lease
 from storage.transfer import upload_folder
@@ -160,7 +170,11 @@ def explain(context: Context, wanted: Wanted) -> str:
     best: tuple[int, float, list[str], str] | None = None
     for record in list_records(context.store, stage.name):
         theirs = _facts(record.version, record.recipe, record.inputs)
-        changes = [f"{name}: {theirs.get(name)} → {mine.get(name)}" for name in sorted(mine.keys() | theirs.keys()) if mine.get(name) != theirs.get(name)]
+        changes = [
+            f"{name}: {theirs.get(name)} → {mine.get(name)}"
+            for name in sorted(mine.keys() | theirs.keys())
+            if mine.get(name) != theirs.get(name)
+        ]
         candidate = (len(changes), -float(record.provenance.get("created", 0)), changes, record.key)
         best = candidate if best is None or candidate[:2] < best[:2] else best
     if best is None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import cast
+from urllib.parse import urlsplit
 from uuid import UUID
 
 import httpx
@@ -14,10 +16,21 @@ from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.exceptions import PrefectException
 
 from storage import layout
+from storage.artifact import list_records
 from storage.lease import read_lease
 from tasks.context import Context
+from twinkle_core.checkpoint.save import read_history
 from twinkle_core.config import TrainConfig
-from twinkle_core.tracking.mlflow import MlflowTracker, RunIdentity, reap
+from twinkle_core.tracking.mlflow import (
+    MlflowTracker,
+    RunIdentity,
+    away_errors,
+    client,
+    complete_run,
+    find_run,
+    log_outcome,
+    reap,
+)
 from twinkle_core.types import Progress
 
 EXPERIMENT = "twinkle"
@@ -28,11 +41,12 @@ def identity(context: Context, train_key: str) -> RunIdentity:
     """The MLflow run of a train key: one a model, whatever runs and retries it took."""
     name = context.spec.params.get("publish", {}).get("name", "model")
     home = context.settings.home
-    local = context.settings.mlflow_uri is None
+    uri = context.settings.mlflow_uri
+    local = uri is None or urlsplit(uri).hostname in ("127.0.0.1", "localhost")
     return RunIdentity(
-        uri=context.settings.mlflow_uri or f"sqlite:///{home}/mlflow.db",
+        uri=uri or f"sqlite:///{home}/mlflow.db",
         experiment=EXPERIMENT,
-        artifact_location=(home / "mlartifacts").as_uri() if local else None,
+        artifact_location=(home / "mlflow-artifacts").as_uri() if local else None,
         train_key=train_key,
         name=f"{name} {train_key[:8]}",
     )
@@ -49,6 +63,31 @@ def tracked(context: Context, train_key: str, train: TrainConfig, say: Callable[
         tracker.close("FAILED")
         raise
     tracker.close("FINISHED")
+
+
+def send_outcome(
+    context: Context, train_key: str, metrics: Mapping[str, float], documents: Mapping[str, str], report: Path, say: Callable[[str], None]
+) -> None:
+    """Evaluation numbers, recipe, records and report to the model's MLflow run. MLflow being away is said, and stops nothing."""
+    who = identity(context, train_key)
+    try:
+        run_id = find_run(client(who.uri), EXPERIMENT, train_key)
+        if run_id is None:
+            say(f"MLflow at {who.uri} has no run of training {train_key[:12]}; `twinkle reap` sends its curve")
+        else:
+            log_outcome(who.uri, run_id, metrics=metrics, documents=documents, files={"report": report})
+    except away_errors() as error:
+        say(f"MLflow: {error}; report and records are in the store")
+
+
+def send_curves(context: Context) -> list[str]:
+    """Sends what MLflow lacks of the curves of finished trainings; the runs that had gaps. For `twinkle reap`."""
+    filled = []
+    for record in list_records(context.store, "train"):
+        history = read_history(context.store.get(f"{record.prefix}/history.jsonl"))
+        if (run_id := complete_run(identity(context, record.key), history)) is not None:
+            filled.append(run_id)
+    return filled
 
 
 def reap_runs(context: Context) -> list[str]:

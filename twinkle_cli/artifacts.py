@@ -9,10 +9,9 @@ from collections.abc import Iterable
 import click
 from rich.console import Console
 from rich.table import Table
-from rich.tree import Tree
 
 from storage import layout
-from storage.artifact import ArtifactRecord, SourceRef, read_record, verify_record
+from storage.artifact import ArtifactRecord, ArtifactRef, SourceRef, read_record, verify_record
 from storage.errors import DamagedError
 from storage.store import Store, open_store
 from twinkle_core.errors import ConfigError
@@ -82,27 +81,27 @@ def show_record(store_url: str, prefix: str) -> None:
 
 
 def show_lineage(store_url: str, prefix: str) -> None:
-    """A tree from the artifact down to its sources; what was shown before is not unfolded again."""
+    """From the artifact down to its sources, indented; what was shown before is not unfolded again."""
     records = scan(open_store(store_url))[0]
     by_key = {(record.stage, record.key): record for record in records}
     root = find(records, prefix)
-    tree = Tree(f"{root.stage} {root.key[:12]}  content {root.digest[:12]}")
     seen: set[tuple[str, str]] = set()
-    waiting = [(tree, root)]
-    while waiting:
-        branch, record = waiting.pop()
-        for name, ref in record.inputs.items():
-            if isinstance(ref, SourceRef):
-                branch.add(f"{name}: source {ref.name}  sha256 {ref.digest}", highlight=False)
-                continue
-            identity = (ref.stage, ref.key)
-            made = by_key.get(identity)
-            note = " (record is gone)" if made is None else " (see above)" if identity in seen else ""
-            inner = branch.add(f"{name}: {ref.stage} {ref.key[:12]}  content {ref.digest[:12]}{note}", highlight=False)
-            if made is not None and identity not in seen:
-                waiting.append((inner, made))
+
+    def tell(name: str, record: ArtifactRecord | None, ref: ArtifactRef | SourceRef, depth: int) -> None:
+        indent = "  " * depth
+        if isinstance(ref, SourceRef):
+            click.echo(f"{indent}{name}: source {ref.name}  sha256 {ref.digest}")
+            return
+        identity = (ref.stage, ref.key)
+        note = "  (its record is gone)" if record is None else "  (see above)" if identity in seen else ""
+        click.echo(f"{indent}{name}: {ref.stage} {ref.key[:12]}  content {ref.digest[:12]}{note}")
+        if record is not None and identity not in seen:
             seen.add(identity)
-    Console(soft_wrap=True).print(tree, markup=False, highlight=False)
+            for inner, inner_ref in record.inputs.items():
+                made = by_key.get((inner_ref.stage, inner_ref.key)) if isinstance(inner_ref, ArtifactRef) else None
+                tell(inner, made, inner_ref, depth + 1)
+
+    tell("artifact", root, root.ref(store_url), 0)
 
 
 def verify(store_url: str, prefix: str | None) -> int:

@@ -106,17 +106,15 @@ def make_plan(
         held_back = f"{stage} {key[:12]} is being computed by a program that does not say what it reads: all finished artifacts stay"
         kept |= by_identity.keys()
     doomed = [record for identity, record in by_identity.items() if identity not in kept]
-    groups: dict[tuple[str, ...], list[ObjectInfo]] = defaultdict(list)
+    groups: dict[tuple[str, str, str], list[ObjectInfo]] = defaultdict(list)
     for info in objects:
         groups[_place(info.key)].append(info)
-    going = [
-        info
-        for (stage, key, attempt), infos in sorted(groups.items())
-        if _may_go(
-            by_identity.get((stage, key)), (stage, key), attempt, infos, kept=kept | set(unreadable), oldest_unfinished=oldest_unfinished
-        )
-        for info in infos
-    ]
+    stays = kept | set(unreadable)
+    going: list[ObjectInfo] = []
+    for (stage, key, attempt), infos in sorted(groups.items()):
+        abandoned = max(info.modified for info in infos) < oldest_unfinished
+        if _may_go(by_identity.get((stage, key)), (stage, key) in stays, stage, attempt, abandoned):
+            going += infos
     return Plan(records=doomed, objects=going, num_kept=len(by_identity) - len(doomed), held_back=held_back)
 
 
@@ -126,20 +124,13 @@ def _place(key: str) -> tuple[str, str, str]:
     return (parts[1], parts[2], parts[3]) if parts[0] == layout.all_data_prefix() else ("train", parts[1], "HEAD")
 
 
-def _may_go(
-    record: ArtifactRecord | None,
-    identity: Identity,
-    attempt: str,
-    infos: list[ObjectInfo],
-    *,
-    kept: Collection[Identity],
-    oldest_unfinished: float,
-) -> bool:
-    if record is not None and identity not in kept:
+def _may_go(record: ArtifactRecord | None, kept: bool, stage: str, attempt: str, abandoned: bool) -> bool:
+    """Whether one attempt's files may go: those of a deleted record, and old ones that no record names."""
+    if record is not None and not kept:
         return True
-    if identity in kept and (record is None or attempt == record.attempt or identity[0] == "train"):
+    if kept and (record is None or attempt == record.attempt or stage == "train"):
         return False  # a kept training keeps its chain of checkpoints: its own code thins it out
-    return max(info.modified for info in infos) < oldest_unfinished
+    return abandoned
 
 
 def collect(store_url: str, *, keep_last: int, min_age_hours: float, dry_run: bool, now: float, say: Callable[[str], object]) -> Plan:

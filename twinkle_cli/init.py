@@ -7,7 +7,6 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from flows.params import FLOWS
@@ -69,7 +68,7 @@ def _choices(annotation: Any) -> str:
 
 
 def _config_in(annotation: Any) -> type[Config] | None:
-    return next((part for part in _parts(annotation) if isinstance(part, type) and issubclass(part, BaseModel)), None)
+    return next((part for part in _parts(annotation) if isinstance(part, type) and issubclass(part, Config)), None)
 
 
 def _parts(annotation: Any) -> list[Any]:

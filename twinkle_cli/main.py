@@ -99,7 +99,7 @@ def up() -> None:
     click.echo("starting (the first start takes up to a minute) …", err=True)
     settings = services.up(settings)
     settings.apply()
-    _register(settings)
+    _register()
     for name, service in sorted(services.running(settings).items()):
         click.echo(f"{name:<8} {service.address}")
     for name, url in (("prefect", settings.prefect_api_url), ("mlflow", settings.mlflow_uri)):
@@ -214,10 +214,8 @@ def _with_services(settings: Settings) -> Settings:
     return services.up(settings, ("prefect", "mlflow"))
 
 
-def _register(settings: Settings) -> None:
-    import importlib.util
+def _register() -> None:
+    from flows.deploy import register  # the server's address must be in the environment before Prefect is imported
 
-    if importlib.util.find_spec("flows.deploy") is not None:
-        from flows.deploy import register  # the settings must be in the environment before Prefect is imported
-
-        register(settings)
+    for name in register():
+        click.echo(f"registered {name}", err=True)

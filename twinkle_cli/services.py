@@ -164,7 +164,7 @@ def _ask(url: str, body: bytes | None = None) -> bytes | None:
     request = urllib.request.Request(url, data=body, headers={"content-type": "application/json"})
     with contextlib.suppress(OSError):
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=10) as response:
-            return response.read()
+            return bytes(response.read())
     return None
 
 

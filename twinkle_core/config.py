@@ -209,7 +209,7 @@ def validate(config: type[BaseModel], values: Mapping[str, Any]) -> Any:
         return config.model_validate(dict(values))
     except ValidationError as error:
         items = error.errors()
-        inner = [item["loc"] for item in items]  # a list of refused items is also called too short: only the items' own errors are shown
+        inner = [item["loc"] for item in items]  # a list of refused items is called too short as well: only their own errors are told
         told = [item for item in items if not any(len(loc) > len(item["loc"]) and loc[: len(item["loc"])] == item["loc"] for loc in inner)]
         raise ConfigError("\n".join(_describe(config, item) for item in told)) from None
 
@@ -223,7 +223,9 @@ def _describe(config: type[BaseModel], item: Any) -> str:
         return f"unknown key '{key}': {hint}"
     if item["type"] == "missing":
         return f"'{key}' is missing and has no default"
-    return f"'{key}' is {item['input']!r}: {item['msg'].removeprefix('Value error, ')}" if key else item["msg"].removeprefix("Value error, ")
+    return (
+        f"'{key}' is {item['input']!r}: {item['msg'].removeprefix('Value error, ')}" if key else item["msg"].removeprefix("Value error, ")
+    )
 
 
 def _known_keys(config: type[BaseModel], loc: tuple[Any, ...]) -> list[str]:

@@ -23,6 +23,7 @@ class Message(TypedDict):
     content: Any
     tool_calls: NotRequired[list[dict[str, Any]]]
     tool_call_id: NotRequired[str]
+    name: NotRequired[str]
     reasoning_content: NotRequired[str]
 
 

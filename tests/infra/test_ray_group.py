@@ -1,5 +1,7 @@
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -58,7 +60,9 @@ def test_two_actors_share_out_reduce_and_keep_the_type_of_an_error(local_ray: No
     await_free_cpus(2.0)
 
 
-@pytest.mark.parametrize(("method", "busy"), [("wait_on", 0), ("reduce_without", 1)], ids=["killed while the other works", "killed inside a reduction"])
+@pytest.mark.parametrize(
+    ("method", "busy"), [("wait_on", 0), ("reduce_without", 1)], ids=["killed while the other works", "killed inside a reduction"]
+)
 def test_a_killed_actor_is_seen_within_seconds_and_everything_is_given_back(local_ray: None, tmp_path: Path, method: str, busy: int):
     group = RayGroup(ECHO, workers=2)
     started = tmp_path / "started"
@@ -82,3 +86,32 @@ def test_a_group_that_does_not_fit_says_what_is_needed_and_free(local_ray: None)
         RayGroup(ECHO, gpus_per_worker=1, placement_timeout_seconds=0.5)
     assert num_placement_groups() == 0 and ray.is_initialized()
     await_free_cpus(2.0)
+
+
+DRIVER = """
+import sys, time
+from twinkle_core.infra.ray_group import RayGroup
+group = RayGroup("tests.infra.workers:Echo", workers=1)
+print(*group.process_ids(), flush=True)
+time.sleep(120)
+"""
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_worker_ends_when_its_driver_is_killed():
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+    assert driver.stdout is not None
+    pids = [int(word) for word in driver.stdout.readline().split()]
+    assert len(pids) == 1 and is_running(pids[0])
+    driver.kill()
+    driver.wait()
+    deadline = time.monotonic() + 30
+    while any(map(is_running, pids)):
+        assert time.monotonic() < deadline, f"workers {pids} outlive their driver"
+        time.sleep(0.2)

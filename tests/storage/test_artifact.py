@@ -60,7 +60,8 @@ def test_a_record_reads_back_equal(store: Store, tmp_path: Path) -> None:
     assert ArtifactRecord.from_json(json.loads(json.dumps(record.to_json()))) == record
     ref = record.ref(store.url)
     assert ArtifactRef.from_json(json.loads(json.dumps(ref.to_json()))) == ref
-    assert ref.uri == f"{store.url}/records/pack/abc.json" and ref.digest == record.digest
+    assert ref.uri == f"{store.url}/records/pack/abc.json"
+    assert ref.digest == record.digest
     assert store.exists(layout.record_key("pack", "abc"))
 
 
@@ -72,7 +73,8 @@ def test_what_was_never_made_has_no_record(store: Store) -> None:
 def test_same_content_has_the_same_digest_whoever_made_it_and_volatile_files_do_not_count(store: Store, tmp_path: Path) -> None:
     one = make(store, tmp_path / "a", "a1")
     two = make(store, tmp_path / "b", "b1", {**FILES, "report.json": b'{"seconds": 9}'}, key="other", provenance={"by": "else"})
-    assert one.digest == two.digest and one.files != two.files
+    assert one.digest == two.digest
+    assert one.files != two.files
     for other in ({**FILES, "two.txt": b"23"}, {**FILES, "three": b""}, {"renamed.txt": b"22", "report.json": b"{}"}):
         assert make(store, tmp_path / str(len(other)) / str(sorted(other.values())), "c1", other).digest != one.digest
     assert replace(one, stage="shard").digest != one.digest
@@ -115,7 +117,8 @@ def test_a_damaged_file_is_named(store: Store, tmp_path: Path, damage: str) -> N
     else:
         store.put(key, b"1" * 99 if damage == "short" else b"1" * 99 + b"2")
     problems = verify_record(store, record)
-    assert len(problems) == 1 and "data/one.bin" in problems[0]
+    assert len(problems) == 1
+    assert "data/one.bin" in problems[0]
     assert {"missing": "missing", "short": "99 bytes, not 100", "changed": "sha256"}[damage] in problems[0]
 
 
@@ -131,7 +134,8 @@ def test_nothing_is_committed_while_a_file_is_missing_or_short(store: Store, tmp
     store.delete(f"{record.prefix}/two.txt") if damage == "missing" else store.put(f"{record.prefix}/two.txt", b"2")
     with pytest.raises(DamagedError, match=r"not committed.*two\.txt"):
         commit_record(store, record)
-    assert read_record(store, "pack", "abc") is None and store.list("records") == []
+    assert read_record(store, "pack", "abc") is None
+    assert store.list("records") == []
 
 
 def test_of_four_racing_committers_one_wins_and_the_others_read_it(store: Store, tmp_path: Path) -> None:
@@ -148,14 +152,16 @@ def test_of_four_racing_committers_one_wins_and_the_others_read_it(store: Store,
     for thread in threads:
         thread.join()
     winners = [record for record, _, ours in results if ours]
-    assert len(results) == 4 and len(winners) == 1
+    assert len(results) == 4
+    assert len(winners) == 1
     assert all(standing == winners[0] for _, standing, _ in results)
     assert read_record(store, "pack", "abc") == winners[0]
 
 
 def test_committing_the_same_attempt_again_is_ours_still(store: Store, tmp_path: Path) -> None:
     record = make(store, tmp_path / "a", "a1")
-    assert commit_record(store, record)[1] and commit_record(store, record) == (record, True)
+    assert commit_record(store, record)[1]
+    assert commit_record(store, record) == (record, True)
 
 
 def test_a_damaged_record_is_replaced_once_and_only_while_it_stands(store: Store, tmp_path: Path) -> None:

@@ -72,7 +72,21 @@ class Number(float):
 
 @pytest.mark.parametrize(
     "bad",
-    [lambda: 1, object(), {1, 2}, b"x", Path("x"), float("nan"), float("inf"), Kind.A, Number(1), {1: 2}, {None: 1}, "\ud83d\ude00", 10**5000]
+    [
+        lambda: 1,
+        object(),
+        {1, 2},
+        b"x",
+        Path("x"),
+        float("nan"),
+        float("inf"),
+        Kind.A,
+        Number(1),
+        {1: 2},
+        {None: 1},
+        "\ud83d\ude00",
+        10**5000,
+    ]
     + [{"\ud800": 1}, int],
     ids=lambda bad: type(bad).__name__,
 )

@@ -44,12 +44,14 @@ def test_an_upload_killed_in_the_middle_is_never_visible(store: Store, tmp_path:
     store.put("k", b"before")
     (tmp_path / "source").write_bytes(b"0123456789")
     process = subprocess.Popen([sys.executable, "-c", SLOW_UPLOAD, store.url, str(tmp_path / "source")], stdout=subprocess.PIPE)
-    assert process.stdout is not None and process.stdout.readline() == b"half\n"
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"half\n"
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=30)
     left = list((tmp_path / "store" / ".tmp").iterdir())
     assert [path.read_bytes() for path in left] == [b"01234"]  # the kill did come in the middle
-    assert store.get("k") == b"before" and [info.key for info in store.list()] == ["k"]
+    assert store.get("k") == b"before"
+    assert [info.key for info in store.list()] == ["k"]
 
 
 def test_unfinished_files_are_no_keys(store: Store) -> None:
@@ -90,12 +92,15 @@ def test_commits_are_on_disk_before_they_are_told(store: Store, monkeypatch: pyt
     monkeypatch.setattr(os, "fsync", note)
     root = str(store.local_path("x")).removesuffix("/x")
     assert store.put_if_absent("a/b/k", b"1")
-    assert synced[-1] == f"{root}/a/b" and {root, f"{root}/a"} <= set(synced)
+    assert synced[-1] == f"{root}/a/b"
+    assert {root, f"{root}/a"} <= set(synced)
     assert any(path.startswith(f"{root}/.tmp/") for path in synced)
     version = store.get_versioned("a/b/k")[1]
     synced.clear()
     assert store.compare_and_swap("a/b/k", b"2", version)
-    assert len(synced) == 2 and synced[0].startswith(f"{root}/.tmp/") and synced[1] == f"{root}/a/b"
+    assert len(synced) == 2
+    assert synced[0].startswith(f"{root}/.tmp/")
+    assert synced[1] == f"{root}/a/b"
 
 
 def test_a_folder_that_cannot_be_written_fails_the_probe(tmp_path: Path) -> None:

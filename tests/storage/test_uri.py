@@ -33,7 +33,18 @@ def test_a_plain_relative_path_is_made_absolute() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "file://", "file://host/x", "s3://", "s3://b", "s3://Bucket/x", "s3://bucket//x", "s3://bucket/../x", "memory://", "memory://a/../b"]
+    [
+        "",
+        "file://",
+        "file://host/x",
+        "s3://",
+        "s3://b",
+        "s3://Bucket/x",
+        "s3://bucket//x",
+        "s3://bucket/../x",
+        "memory://",
+        "memory://a/../b",
+    ]
     + ["gs://bucket/x", "http://host/x", "/a/../b", "../a", "~/store", "file:///a/../b", "a\0b"],
 )
 def test_a_location_that_is_not_plain_is_refused_by_its_text(text: str) -> None:

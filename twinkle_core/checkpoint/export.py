@@ -75,14 +75,17 @@ def export(base_folder: Path, weights_folder: Path, export: ExportConfig, out: P
 
 
 def _load(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    transformers_logging.disable_progress_bar()
-    model, info = AutoModelForCausalLM.from_pretrained(
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, trust_remote_code=False, local_files_only=True, output_loading_info=True
     )
+    model: PreTrainedModel = loaded[0]
+    info: dict[str, Any] = loaded[1]
     wrong = {key: sorted(map(str, names)) for key, names in info.items() if names and key != "error_msgs"}
     if wrong:
         raise DamagedError(f"weights in {folder} do not fit its config: {wrong}")
-    return model.eval()
+    model.eval()
+    return model
 
 
 def _write_merged(
@@ -132,7 +135,8 @@ def _with_adapter(model: PreTrainedModel, folder: Path) -> peft.PeftModel:
 
 def _check_same(written: PreTrainedModel, read: PreTrainedModel, folder: Path) -> None:
     expected, found = written.state_dict(), read.state_dict()
-    different = [name for name in expected.keys() | found.keys() if name not in found or name not in expected or not torch.equal(expected[name], found[name])]
+    different = [name for name in expected.keys() & found.keys() if not torch.equal(expected[name], found[name])]
+    different += expected.keys() ^ found.keys()
     if different:
         raise DamagedError(f"{folder} reads back with other values in {sorted(different)[:5]}")
 
@@ -159,4 +163,4 @@ def _refuse_local_paths(out: Path, folders: tuple[Path, ...]) -> None:
             text = path.read_text()
             found = [folder for folder in known if len(folder) > 1 and folder in text]
             if found:
-                raise DataError(f"{path} holds the local path {found[0]}, which must not be published; remove it from the base model's file")
+                raise DataError(f"{path} holds the local path {found[0]}, which must not be published; remove it there")

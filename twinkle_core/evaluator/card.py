@@ -27,8 +27,8 @@ def render_card(
 ) -> str:
     """Markdown with YAML front matter; the same arguments give the same text.
 
-    `base_model` and `base_model_uri` are `ModelSource.name` and `.public_uri`; `datasets` are source names. `before` and `after` are results of
-    `evaluate_model`. `training` and `lineage` become tables: setting to value, stage to digest.
+    `base_model` and `base_model_uri` are `ModelSource.name` and `.public_uri`; `datasets` are source names.
+    `before` and `after` are results of `evaluate_model`. `training` and `lineage` become tables: setting to value, stage to digest.
     Raises `DataError` when a local path would be published.
     """
     front = {
@@ -77,7 +77,7 @@ def _results(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
         cells = [_number(numbers.get("loss"), ".4f") for numbers in (old, new)]
         cells += [_number(numbers.get(key), ".1%") for key in ("token_accuracy", "answer_accuracy") for numbers in (old, new)]
         rows.append((source, *cells))
-    header = ("held-out rows", "loss before", "loss after", "token acc. before", "token acc. after", "answer acc. before", "answer acc. after")
+    header = ["held-out rows", *(f"{what} {when}" for what in ("loss", "token acc.", "answer acc.") for when in ("before", "after"))]
     return _table(header, rows)
 
 

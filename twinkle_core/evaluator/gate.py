@@ -53,6 +53,7 @@ def _check_loss(old: Mapping[str, Any], new: Mapping[str, Any], limit: float) ->
 def _check_accuracy(new: Mapping[str, Any], limit: float) -> tuple[bool, str]:
     accuracy = new["answer_accuracy"]
     if accuracy is None:
-        return False, f"answer accuracy must reach {limit:.1%}, but no held-out answer was scored; add rows with a scorer or drop min_accuracy"
+        advice = "add rows with a scorer or drop min_accuracy"
+        return False, f"answer accuracy must reach {limit:.1%}, but no held-out answer was scored; {advice}"
     share = f"{new['answers_correct']} of {new['answers_scored']}"
     return accuracy >= limit, f"answer accuracy is {accuracy:.1%} ({share}); at least {limit:.1%} is asked for"

@@ -58,7 +58,7 @@ def _generate_batch(model: Any, prompts: Sequence[Sequence[int]], stop_ids: Sequ
         input_ids_BT[row, longest - len(prompt) :] = prompt
         mask_BT[row, longest - len(prompt) :] = 1
     # Set on the model, not passed: what a passed config leaves open is filled from the model's own (a repetition penalty, say).
-    model.generation_config = GenerationConfig(
+    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
         do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=list(stop_ids) or None, pad_token_id=pad_id, use_cache=True
     )
     ids_BT = model.generate(torch.from_numpy(input_ids_BT).to(model.device), attention_mask=torch.from_numpy(mask_BT).to(model.device))

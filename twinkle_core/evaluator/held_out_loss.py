@@ -81,7 +81,7 @@ def _batch_losses(model: nn.Module, documents: Sequence[EncodedSample]) -> list[
 
 def _sums(logits_PV: torch.Tensor, labels_P: torch.Tensor) -> DocumentLoss:
     loss_sum, num_correct, num_loss_tokens = 0.0, 0, 0
-    for logits, labels in zip(logits_PV.split(CHUNK_POSITIONS), labels_P.split(CHUNK_POSITIONS), strict=True):
+    for logits, labels in zip(*(torch.split(whole, CHUNK_POSITIONS) for whole in (logits_PV, labels_P)), strict=True):
         learnt = labels != IGNORE
         logits, labels = logits[learnt].float(), labels[learnt]
         losses = nn.functional.cross_entropy(logits, labels, reduction="none")

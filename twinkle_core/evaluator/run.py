@@ -41,8 +41,8 @@ def evaluate_model(
 
     `sources[i]` names the source of `encoded[i]`. `render_prompt` turns a conversation into the ids of everything before
     its last assistant turn; pass the training template's, so that both models answer the same prompts; without it the folder's
-    own chat template is used. The same model and rows give the same dict: no times, paths or dates are in it. `batch_tokens` and `batch_size`
-    change memory and speed only. Computes in float32, on a GPU where there is one.
+    own chat template is used. The same model and rows give the same dict: no times, paths or dates are in it. `batch_tokens`
+    and `batch_size` change memory and speed only. Computes in float32, on a GPU where there is one.
 
     Raises `DataError` for a wrong row (no supervised token, unknown scorer), `ConfigError` for a folder that is no whole model.
     """
@@ -158,7 +158,7 @@ def _load(folder: Path) -> tuple[Any, Any]:
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} has no config.json, so it is no model that loads by itself: export with form 'merged'")
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False, local_files_only=True)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False, local_files_only=True)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
 
 

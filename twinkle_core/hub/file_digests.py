@@ -53,7 +53,8 @@ class FileDigests:
             known = json.loads(self._file.read_text())
         except (FileNotFoundError, ValueError):
             return {}
-        return {name: entry for name, entry in known.items() if isinstance(entry, list) and len(entry) == 5} if isinstance(known, dict) else {}
+        entries = known.items() if isinstance(known, dict) else ()
+        return {name: entry for name, entry in entries if isinstance(entry, list) and len(entry) == 5}
 
 
 def _stamp(path: Path) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import struct
 import uuid
 from pathlib import Path
 
@@ -56,10 +57,10 @@ def _write(gguf: Path, folder: Path) -> None:
     try:
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
         model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32, local_files_only=True)
-    except (ValueError, OSError, KeyError, NotImplementedError) as error:
+    except (ValueError, OSError, LookupError, NotImplementedError, struct.error) as error:
         raise DataError(f"transformers cannot read {gguf.name}: {error}. Is it whole, and of an architecture that it knows?") from error
     # The weights are plain float32 now, but the loader still calls the model quantized and would refuse to save it.
-    model.hf_quantizer = None
+    setattr(model, "hf_quantizer", None)  # noqa: B010  # mypy takes any attribute of a module for a tensor
     del model.config.quantization_config
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

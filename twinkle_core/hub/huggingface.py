@@ -34,13 +34,16 @@ def fetch_repository(repo: str, revision: str | None, cache: Path, *, endpoint: 
     on an old model because the hub was away. `endpoint` and `token` are huggingface_hub's; None means its defaults.
 
     Raises `ConfigError` for a missing repository or revision and for one without safetensors, `DamagedError` naming a file
-    whose bytes are not what the hub states (it is deleted, so that the next try fetches it anew), `StorageError` when the hub cannot be used.
+    whose bytes are not what the hub states (it is deleted, so that the next
+    try fetches it anew), `StorageError` when the hub cannot be used.
     """
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import (
+
+    # HTTPError is that of httpx or httpx2, whichever this huggingface_hub uses
+    from huggingface_hub.errors import (  # type: ignore[attr-defined]
         GatedRepoError,
-        HFValidationError,
         HfHubHTTPError,
+        HFValidationError,
         HTTPError,
         RepositoryNotFoundError,
         RevisionNotFoundError,

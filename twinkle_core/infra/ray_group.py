@@ -67,11 +67,12 @@ class RayGroup:
         self._closed: TwinkleError | None = None
         self._started_ray = not ray.is_initialized()
         if self._started_ray:
-            local = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES} if address is None else {}
+            local: dict[str, Any] = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES} if address is None else {}
             ray.init(address=address or "local", log_to_driver=False, **local)
         try:
-            self._place(placement_timeout_seconds, can_grow=address is not None)
-            self._start(worker_class, cpus_per_worker)
+            self._group = placement_group([self._bundle] * self.world_size, strategy="PACK")
+            self._await_room(self._group, placement_timeout_seconds, can_grow=address is not None)
+            self._start(self._group, worker_class, cpus_per_worker)
         except BaseException:
             self.shutdown()
             raise
@@ -103,17 +104,17 @@ class RayGroup:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.shutdown()
 
-    def _place(self, timeout_seconds: float, can_grow: bool) -> None:
+    def _await_room(self, group: PlacementGroup, timeout_seconds: float, can_grow: bool) -> None:
         needed = {name: amount * self.world_size for name, amount in self._bundle.items()}
         total = ray.cluster_resources()
         if self._started_ray and not can_grow and any(total.get(name, 0.0) < amount for name, amount in needed.items()):
             timeout_seconds = 0.0  # a local Ray of our own never gets larger: waiting is of no use
-        self._group = placement_group([self._bundle] * self.world_size, strategy="PACK")
-        if self._group.wait(timeout_seconds):
+        if group.wait(timeout_seconds):
             return
         free = ray.available_resources()
         amounts = ", ".join(
-            f"{name}: {amount:g} needed ({self.world_size} x {self._bundle[name]:g}), {free.get(name, 0.0):g} free of {total.get(name, 0.0):g}"
+            f"{name}: {amount:g} needed ({self.world_size} x {self._bundle[name]:g}), "
+            f"{free.get(name, 0.0):g} free of {total.get(name, 0.0):g}"
             for name, amount in needed.items()
         )
         raise ConfigError(
@@ -121,8 +122,9 @@ class RayGroup:
             "Ask for fewer workers or cores, end what holds them, or raise placement_timeout_seconds"
         )
 
-    def _start(self, worker_class: str | type, threads: int) -> None:
-        host = ray.remote(
+    def _start(self, group: PlacementGroup, worker_class: str | type, threads: int) -> None:
+        actor_class: Any = ray.remote  # its typing knows neither concurrency groups nor options
+        host = actor_class(
             num_cpus=self._bundle["CPU"],
             num_gpus=self._bundle.get("GPU", 0.0),
             max_restarts=0,
@@ -131,7 +133,7 @@ class RayGroup:
             runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads)}},
         )(WorkerHost)
         for rank in range(self.world_size):
-            place = PlacementGroupSchedulingStrategy(placement_group=self._group, placement_group_bundle_index=rank)
+            place = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=rank)
             actor = host.options(scheduling_strategy=place).remote(worker_class, rank, self.world_size, threads)
             self._actors.append(actor)
             self._alive[actor.live.options(concurrency_group="life").remote()] = rank
@@ -144,7 +146,7 @@ class RayGroup:
         """Runs one method on the first `len(arguments)` actors and waits for all, or for the first failure of any actor."""
         if self._closed is not None:
             raise self._closed
-        pending = {getattr(actor, host_method).remote(*args): rank for rank, (actor, args) in enumerate(zip(self._actors, arguments, strict=False))}
+        pending = {getattr(self._actors[rank], host_method).remote(*args): rank for rank, args in enumerate(arguments)}
         results: list[Any] = [None] * len(arguments)
         while pending:
             ready, _ = ray.wait([*pending, *self._alive], num_returns=1)
@@ -177,7 +179,9 @@ class RayGroup:
                     ray.get(ref)
                 except LOST as death:
                     self._lose(self._alive[ref], method, death)
-        self._closed = TrainingError(f"this worker group was ended when worker {rank} raised {type(cause).__name__} in '{method}'; build a new one")
+        self._closed = TrainingError(
+            f"this worker group was ended when worker {rank} raised {type(cause).__name__} in '{method}'; build a new one"
+        )
         self.shutdown()
         cause.add_note(f"raised by worker {rank} in '{method}'")
         if cause is error:

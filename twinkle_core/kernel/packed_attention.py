@@ -31,7 +31,7 @@ def register() -> str:
 
 def check_supported(model_class: type[PreTrainedModel], config: Any) -> None:
     """Raises `ConfigError`, naming the model type, where this attention would not be the model's own."""
-    name = getattr(config, "model_type", model_class.__name__)
+    name = config.model_type
     if not model_class._supports_attention_backend:
         raise ConfigError(f"model type '{name}' does not let its attention be chosen: packed rows would leak between documents")
     if getattr(config, "attn_logit_softcapping", None):

@@ -27,7 +27,8 @@ def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     Computed as float32 log-sum-exp in chunks, forwards and backwards: besides the logits and their gradient, both in
     the logits' own type, no [S, V] tensor exists. (torch's own cross-entropy keeps a float32 one for the backward pass.)
     """
-    return _TokenLosses.apply(logits, labels)
+    losses: torch.Tensor = _TokenLosses.apply(logits, labels)
+    return losses
 
 
 class _TokenLosses(torch.autograd.Function):

@@ -34,7 +34,8 @@ class Adapter:
         for name, parameter in self._peft_model.named_parameters():
             if parameter.requires_grad:
                 if parameter.numel() == 0 or parameter.data_ptr() not in names:
-                    raise ConfigError(f"trainable parameter {name} {list(parameter.shape)} would not be saved by peft; change the adapter's settings")
+                    shape = list(parameter.shape)
+                    raise ConfigError(f"trainable parameter {name} {shape} would not be saved by peft; change the adapter's settings")
                 found[names[parameter.data_ptr()]] = parameter
         if not found:
             raise ConfigError("the adapter has no trainable parameter; check target_modules")
@@ -62,7 +63,11 @@ def _as_peft(config: LoraConfig | peft.LoraConfig) -> peft.LoraConfig:
         return config
     targets = config.target_modules if isinstance(config.target_modules, str) else list(config.target_modules)
     return peft.LoraConfig(
-        task_type="CAUSAL_LM", r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=targets
+        task_type="CAUSAL_LM",
+        r=config.rank,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]  # declared int; any number serves as the scale's numerator
+        lora_dropout=config.dropout,
+        target_modules=targets,
     )
 
 

@@ -1,10 +1,10 @@
 """The files of a checkpoint: safetensors and JSON, no pickle. Imports torch.
 
-    adapter_model.safetensors, adapter_config.json   an adapter, in peft's own form; or
-    model.safetensors                                all parameters, by the model's own names
-    optimizer.safetensors                            moments and step counts
-    rng.safetensors                                  random number generators of worker 0
-    training.json                                    step, optimizer and schedule settings
+adapter_model.safetensors, adapter_config.json   an adapter, in peft's own form; or
+model.safetensors                                all parameters, by the model's own names
+optimizer.safetensors                            moments and step counts
+rng.safetensors                                  random number generators of worker 0
+training.json                                    step, optimizer and schedule settings
 """
 
 from __future__ import annotations
@@ -70,9 +70,10 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
+        value: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise DamagedError(f"{path} cannot be read ({error}): the checkpoint is not whole, use another") from error
+    return value
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:

@@ -30,7 +30,14 @@ class Optimizer:
     """Fused AdamW (https://arxiv.org/abs/1711.05101) over named parameters. Its state exists, as zeros, from the start."""
 
     def __init__(
-        self, name: str, parameters: Mapping[str, torch.nn.Parameter], *, lr: float, weight_decay: float, betas: tuple[float, float], eps: float
+        self,
+        name: str,
+        parameters: Mapping[str, torch.nn.Parameter],
+        *,
+        lr: float,
+        weight_decay: float,
+        betas: tuple[float, float],
+        eps: float,
     ) -> None:
         if name != "AdamW":
             raise ConfigError(f"optimizer is {name!r}; known: AdamW")
@@ -56,9 +63,7 @@ class Optimizer:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The live state: `<parameter>.exp_avg`, `<parameter>.exp_avg_sq`, `<parameter>.step` of each parameter."""
-        return {
-            f"{name}.{key}": self._adamw.state[parameter][key] for name, parameter in self._parameters.items() for key in STATE_NAMES
-        }
+        return {f"{name}.{key}": self._adamw.state[parameter][key] for name, parameter in self._parameters.items() for key in STATE_NAMES}
 
 
 def schedule_settings(schedule: Schedule | None) -> dict[str, Any] | None:

@@ -43,9 +43,7 @@ class TransformersModel:
     parameters float32. `seed` decides the adapter's start and, where `forward_backward` gets none, dropout.
     """
 
-    def __init__(
-        self, model_id: str | Path, *, group: WorkerGroup | None = None, mixed_precision: str = "no", seed: int = 0
-    ) -> None:
+    def __init__(self, model_id: str | Path, *, group: WorkerGroup | None = None, mixed_precision: str = "no", seed: int = 0) -> None:
         if group is None:
             from twinkle_core.infra.local_group import LocalGroup
 
@@ -56,7 +54,8 @@ class TransformersModel:
     @property
     def cur_step(self) -> int:
         """Optimizer steps taken."""
-        return self._group.call("get_step", collect="first")
+        result: int = self._group.call("get_step", collect="first")
+        return result
 
     def add_adapter_to_model(self, adapter_name: str, config: LoraConfig | peft.LoraConfig) -> None:
         """Adds a LoRA adapter and freezes the rest. Without a call of this, all parameters are trained."""
@@ -97,20 +96,24 @@ class TransformersModel:
         Raises `TrainingError` naming the step when there was no supervised token, the gradient is not finite, or the
         learning rate schedule is over.
         """
-        return self._group.call("clip_grad_and_step", max_grad_norm, collect="first")
+        result: float = self._group.call("clip_grad_and_step", max_grad_norm, collect="first")
+        return result
 
     def forward_only(self, inputs: Sequence[Row], *, micro_batch_size: int = 1) -> list[dict[str, float]]:
         """For each row, in order: `loss_sum` in nats, `num_loss_tokens`, `num_correct` (greedy next token right). No dropout."""
         micro_batches = _micro_batches(inputs, micro_batch_size)
-        return self._group.call("forward_only", micro_batches, dispatch="slice", collect="flatten")
+        result: list[dict[str, float]] = self._group.call("forward_only", micro_batches, dispatch="slice", collect="flatten")
+        return result
 
     def get_lr(self) -> float:
         """Learning rate of the next optimizer step (0 after the schedule's last)."""
-        return self._group.call("get_lr", collect="first")
+        result: float = self._group.call("get_lr", collect="first")
+        return result
 
     def get_state_dict(self) -> dict[str, np.ndarray]:
         """The trained parameters by the names they have in a checkpoint, float32."""
-        return self._group.call("get_state_dict", collect="first")
+        result: dict[str, np.ndarray] = self._group.call("get_state_dict", collect="first")
+        return result
 
     def begin_save(self, store_url: str, prefix: str) -> None:
         """Copies the training state aside on worker 0 and starts writing and uploading it under `prefix` of the store.
@@ -124,7 +127,8 @@ class TransformersModel:
 
         Raises what the save raised.
         """
-        return self._group.call("end_save", block, collect="first")
+        result: tuple[FileEntry, ...] | None = self._group.call("end_save", block, collect="first")
+        return result
 
     def restore(self, folder: str | Path, *, only_weights: bool = False) -> None:
         """Loads weights, optimizer, schedule, step and RNG states. Set up adapter, optimizer and schedule first, as they were.
@@ -138,11 +142,9 @@ class TransformersModel:
         """As `restore`, from a checkpoint in a store: every worker fetches it and verifies each file."""
         self._group.call("restore_from", store_url, prefix, tuple(entries))
 
-    def save(
-        self, name: str, output_dir: str | Path, *, consumed_train_samples: int = 0, gradient_accumulation_steps: int = 1
-    ) -> Path:
+    def save(self, name: str, output_dir: str | Path, *, consumed_train_samples: int = 0, gradient_accumulation_steps: int = 1) -> Path:
         """Writes the folder `output_dir/name`, which appears whole or not at all; an existing one is refused. Gives the folder."""
-        if Path(name).name != name or name in (".", ".."):
+        if Path(name).name != name or name in ("", ".", ".."):
             raise ConfigError(f"checkpoint name {name!r} must be a plain folder name")
         state = {"consumed_train_samples": consumed_train_samples, "gradient_accumulation_steps": gradient_accumulation_steps}
         return Path(self._group.call("save", str(Path(output_dir).absolute() / name), state, collect="first"))

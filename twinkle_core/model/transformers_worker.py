@@ -40,19 +40,20 @@ class TransformersWorker:
         self.world_size = world_size
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         self._processor = InputProcessor()
-        self._adapter: Adapter | None = None
-        self._optimizer: Optimizer | None = None
-        self._schedule: Schedule | None = None
         self._save: BackgroundSave | None = None
-        self._step = 0
-        self._num_micro_batches = 0
 
     def load(self, model_id: str, mixed_precision: str, seed: int) -> None:
+        """Starts anew: whatever was loaded before is dropped."""
         if mixed_precision not in ("no", "bf16"):
             raise ConfigError(f"mixed_precision is {mixed_precision!r}; known: no, bf16")
         self._bf16 = mixed_precision == "bf16"
         self._seed = seed
-        self.model = load_base(model_id).to(self.device)
+        self._adapter: Adapter | None = None
+        self._optimizer: Optimizer | None = None
+        self._schedule: Schedule | None = None
+        self._step = 0
+        self._num_micro_batches = 0
+        self.model = load_base(model_id, self.device)
         self._set_trainable(dict(self.model.named_parameters()))
 
     def add_adapter_to_model(self, adapter_name: str, config: LoraConfig | peft.LoraConfig) -> None:
@@ -98,17 +99,19 @@ class TransformersWorker:
                 logits, labels = self._supervised_logits(rows)
                 if len(labels):
                     loss_sum = token_losses(logits, labels).sum()
-                    loss_sum.backward()
+                    loss_sum.backward()  # type: ignore[no-untyped-call]
                     losses[index] = loss_sum.detach()
             except torch.OutOfMemoryError as error:
-                raise TrainingError(f"out of GPU memory in micro-batch {index} of step {self._step + 1}: use a smaller micro_batch_size or row_length") from error
+                place = f"micro-batch {index} of optimizer step {self._step + 1}"
+                raise TrainingError(f"out of GPU memory in {place}: use a smaller micro_batch_size or row_length") from error
             num_loss_tokens += len(labels)
         self._num_micro_batches += num_micro_batches
         self._gradients.num_loss_tokens += num_loss_tokens
         values = torch.stack(list(losses.values())).tolist() if losses else []
         for index, value in zip(losses, values, strict=True):
             if not math.isfinite(value):
-                raise TrainingError(f"loss of micro-batch {index} is {value} at optimizer step {self._step + 1}; look at its rows and the learning rate")
+                place = f"at optimizer step {self._step + 1}"
+                raise TrainingError(f"loss of micro-batch {index} is {value} {place}; look at its rows and the learning rate")
         return math.fsum(values), num_loss_tokens
 
     def clip_grad_and_step(self, max_grad_norm: float) -> float:
@@ -117,7 +120,8 @@ class TransformersWorker:
             raise TrainingError(f"optimizer step {step} is past the schedule's num_training_steps={self._schedule.num_training_steps}")
         num_loss_tokens = self._gradients.reduce(self.world_size)
         if num_loss_tokens == 0:
-            raise TrainingError(f"no supervised token before optimizer step {step}: every label is {IGNORE}, or forward_backward was not called")
+            why = f"every label is {IGNORE}, or forward_backward was not called"
+            raise TrainingError(f"no supervised token before optimizer step {step}: {why}")
         norm = self._gradients.normalise_and_clip(num_loss_tokens, max_grad_norm)
         if not math.isfinite(norm):
             raise TrainingError(f"gradient norm is {norm} at optimizer step {step}; look at the rows and the learning rate")
@@ -239,7 +243,7 @@ class TransformersWorker:
     def restore(self, folder: str, only_weights: bool) -> None:
         """Everything is read and checked before anything is changed."""
         path = Path(folder)
-        pairs = [(path / files.weights_file(self._adapter is not None), self.trainable)]
+        pairs: list[tuple[Path, Mapping[str, torch.Tensor]]] = [(path / files.weights_file(self._adapter is not None), self.trainable)]
         training: dict[str, Any] = {}
         if not only_weights:
             training = files.read_json(path / files.TRAINING_FILE)

@@ -1,0 +1,5 @@
+"""Rows -> model inputs."""
+
+from twinkle_core.processor.base import InputProcessor
+
+__all__ = ["InputProcessor"]

@@ -25,7 +25,8 @@ def lr_factor(scheduler: str, step: int, num_training_steps: int, num_warmup_ste
     if scheduler not in SCHEDULERS:
         raise ConfigError(f"scheduler is {scheduler!r}; known: {', '.join(SCHEDULERS)}")
     if num_training_steps < 1 or not 0 <= num_warmup_steps <= num_training_steps:
-        raise ConfigError(f"{num_warmup_steps} warm-up steps of {num_training_steps} training steps: need 0 <= warm-up <= training, training >= 1")
+        needed = "need 0 <= warm-up <= training, training >= 1"
+        raise ConfigError(f"{num_warmup_steps} warm-up steps of {num_training_steps} training steps: {needed}")
     return SCHEDULERS[scheduler](step, num_training_steps, num_warmup_steps)
 
 

@@ -42,7 +42,13 @@ class MlflowTracker:
     """Sends metric rows (one an optimizer step) to the MLflow run of a train key."""
 
     def __init__(
-        self, identity: RunIdentity, *, params: Mapping[str, Any], tags: Mapping[str, str], warn: Callable[[str], None], retry_seconds: float = 5.0
+        self,
+        identity: RunIdentity,
+        *,
+        params: Mapping[str, Any],
+        tags: Mapping[str, str],
+        warn: Callable[[str], None],
+        retry_seconds: float = 5.0,
     ) -> None:
         self._identity, self._params, self._tags, self._warn, self._retry_seconds = identity, params, tags, warn, retry_seconds
         self._rows: queue.Queue[dict[str, Any] | None] = queue.Queue()
@@ -69,7 +75,9 @@ class MlflowTracker:
         self._thread.join(timeout_seconds)
         if self._thread.is_alive() or self.run_id is None:
             self._stop.set()
-            self._warn(f"MLflow at {self._identity.uri} is away; the curve is kept in the checkpoint and sent by the next run or `twinkle reap`")
+            self._warn(
+                f"MLflow at {self._identity.uri} is away; the curve is kept in the checkpoint and sent by the next run or `twinkle reap`"
+            )
             return False
         self._client().set_terminated(self.run_id, status=status)
         return True
@@ -157,6 +165,19 @@ def reap(uri: str, experiment: str, alive: Callable[[str], bool]) -> list[str]:
             api.set_terminated(run.info.run_id, status="KILLED")
             ended.append(run.info.run_id)
     return ended
+
+
+def complete_run(identity: RunIdentity, history: list[dict[str, Any]]) -> str | None:
+    """Brings the run of a finished training up to its history and ends it FINISHED; its id if anything was lacking, else None."""
+    api = client(identity.uri)
+    run_id = find_run(api, identity.experiment, identity.train_key) or _create_run(api, identity)
+    sent = _already_sent(api, run_id)
+    before = len(sent)
+    send_missing(api, run_id, history, sent)
+    if len(sent) == before and api.get_run(run_id).info.status == "FINISHED":
+        return None
+    api.set_terminated(run_id, status="FINISHED")
+    return run_id
 
 
 def log_outcome(uri: str, run_id: str, *, metrics: Mapping[str, float], documents: Mapping[str, str], files: Mapping[str, Path]) -> None:

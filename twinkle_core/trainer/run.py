@@ -93,7 +93,14 @@ def _run_attempt(job: SFTJob, attempt: Attempt, tracker: Tracker, progress: Prog
         keep = keep_policy(keep_last=job.checkpoint.keep_last, keep_every=job.checkpoint.keep_every)
         checkpointer = Checkpointer(attempt, model, save_every=job.checkpoint.save_every, keep=keep)
         return sft.train(
-            model=model, loader=loader, config=job.train, state=state, history=history, checkpointer=checkpointer, log=tracker.log, progress=progress
+            model=model,
+            loader=loader,
+            config=job.train,
+            state=state,
+            history=history,
+            checkpointer=checkpointer,
+            log=tracker.log,
+            progress=progress,
         )
     finally:
         group.shutdown()

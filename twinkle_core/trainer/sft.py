@@ -42,7 +42,7 @@ def train(
 
     `loader` stands at `state.consumed_train_samples`; `history` holds the rows of the steps already done and is extended.
     """
-    rows_per_epoch = loader.num_rows
+    rows_per_epoch = len(loader.dataset)
     progress.start("train", rows_per_epoch * config.epochs, "rows")
     progress.advance(state.consumed_train_samples)
     for rows in loader:

@@ -1,0 +1,34 @@
+"""Registers the flows as deployments, so that the worker of `twinkle up` can run them and the Prefect UI shows their forms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from prefect import flow
+
+POOL = "twinkle"
+DEPLOYMENT = "local"
+ENTRYPOINTS = {"sft": "flows/sft.py:sft"}
+
+
+def register() -> list[str]:
+    """Creates or updates a deployment for each flow on the process work pool; their names, 'sft/local' for one.
+
+    The server is the one of the environment (`PREFECT_API_URL`). Doing it again changes nothing.
+    """
+    root = str(Path(__file__).resolve().parent.parent)
+    names = []
+    for name, entrypoint in ENTRYPOINTS.items():
+        loaded: Any = flow.from_source(source=root, entrypoint=entrypoint)
+        loaded.deploy(
+            name=DEPLOYMENT, work_pool_name=POOL, build=False, push=False, print_next_steps=False, parameters={"params": _defaults()}
+        )
+        names.append(f"{name}/{DEPLOYMENT}")
+    return names
+
+
+def _defaults() -> dict[str, Any]:
+    from flows.recipes.demo import recipe
+
+    return recipe()
