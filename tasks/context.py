@@ -88,9 +88,8 @@ def _commit() -> str | None:
     here = Path(__file__).resolve().parent.parent
     if not (here / ".git").exists():
         return None
-    asked = subprocess.run(
-        ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True, check=False
-    )
+    command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"]
+    asked = subprocess.run(command, capture_output=True, text=True, check=False)
     return asked.stdout.strip() or None
 
 

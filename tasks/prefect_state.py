@@ -30,17 +30,10 @@ def say_in_run() -> Callable[[str], None]:
 
 def ended(result: StepResult) -> State[ArtifactRef]:
     """The state a stage's task ends in; its data is the `ArtifactRef`."""
-    Console(stderr=True).print(
-        f"{'reused ' if result.reused else 'made   '} {result.ref.stage:<11} {result.ref.key[:12]}  {_headline(result)}",
-        highlight=False,
-        markup=False,
-    )
+    what = "reused" if result.reused else "made"
+    line = f"{what:<7} {result.ref.stage:<11} {result.ref.key[:12]}  {result.record.summary.get('headline', '')}"
+    Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
     get_run_logger().info(result.reason)
     if result.reused:
         return Completed(name="Reused", message=result.reason, data=result.ref)
     return Completed(message=f"computed: {result.reason}", data=result.ref)
-
-
-def _headline(result: StepResult) -> str:
-    headline = result.record.summary.get("headline", "")
-    return str(headline)

@@ -17,7 +17,7 @@ QUIET = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
-"""No part that we start reports home, or draws bars into ours.."""
+"""No part that we start reports home, or draws bars into ours."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,8 @@ class Settings:
         return variables
 
     def apply(self) -> None:
-        """Set them in this process. Call it before Prefect or MLflow is imported: they read them then."""
+        """Set them in this process, and make `home`. Call it before Prefect or MLflow is imported: they read them then."""
+        self.home.mkdir(parents=True, exist_ok=True)  # Prefect makes its own folder, but not those above it
         os.environ.update(child_environment(self))
 
 

@@ -124,10 +124,15 @@ def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 def _with_prefect_settings(api_url: str) -> Iterator[str]:
     """Prefect may have read its settings before the server was there."""
+    from prefect.events.worker import EventsWorker
+    from prefect.logging.handlers import APILogWorker
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     with temporary_settings({PREFECT_API_URL: api_url}):
         yield api_url
+        # As prefect_test_harness does: what is still to be sent would complain about the gone server after pytest's last line.
+        APILogWorker.instance().drain()
+        EventsWorker.drain_all()
 
 
 @pytest.fixture(scope="session")

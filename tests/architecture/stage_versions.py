@@ -96,7 +96,7 @@ def updated(found: dict[str, Found], recorded: dict[str, Any], same_output: str 
         reasons = known["same_output"] if now.version == known["version"] else []
         if now.version < known["version"] or (now.version == known["version"] and now.sha256 != known["sha256"]):
             if not same_output or now.version < known["version"]:
-                raise ValueError("\n".join(problems({name: now}, recorded)))
+                raise ValueError("\n".join(problems({name: now}, {name: known})))
             reasons = [*reasons, same_output]
         result[name] = {"version": now.version, "sha256": now.sha256, "same_output": reasons}
     return result

@@ -12,7 +12,11 @@ LONG_MODULES: dict[str, str] = {}
 """File → why it may be longer."""
 LONG_FUNCTIONS: dict[str, str] = {}
 """'file name' → why it may be longer."""
-LONG_STAGES: dict[str, str] = {}
+LONG_STAGES: dict[str, str] = {
+    "tasks/evaluate.py": "two tasks, the base model's and the trained one's, over one computation",
+    "tasks/publish.py": "the release, and whether an earlier one still stands",
+    "tasks/report.py": "gathers the report's parts from five stages",
+}
 """Task or flow file → why it may be longer."""
 
 

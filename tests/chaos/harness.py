@@ -83,7 +83,10 @@ def run_victim(scene: Scene, kill: Kill | None = None, timeout_seconds: float = 
     if process.exitcode is None:
         process.kill()
         raise TimeoutError(f"the victim did not end in {timeout_seconds} s")
-    report = reports.recv() if reports.poll() else {"num_events": 0, "lines": []}
+    try:
+        report = reports.recv()
+    except EOFError:  # it was killed before it could tell
+        report = {"num_events": 0, "lines": []}
     if process.exitcode not in (0, -signal.SIGKILL):
         raise AssertionError(f"the victim failed: {report}")
     return Ending(exitcode=process.exitcode, num_events=report["num_events"], lines=tuple(report["lines"]))

@@ -1,5 +1,6 @@
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,8 @@ from storage.transfer import fetch_files
 from tests.model.tiny_models import batch, save_model
 from twinkle_core.config import LoraConfig
 from twinkle_core.errors import ConfigError, DamagedError, DataError, TrainingError
-from twinkle_core.model import TransformersModel
+from twinkle_core.model import TransformersModel, background_save
+from twinkle_core.model.checkpoint_files import Snapshot, write_snapshot
 
 LORA = LoraConfig(rank=4, alpha=8, dropout=0.1)
 FORMS = pytest.mark.parametrize("lora", [LORA, None], ids=["lora", "full"])
@@ -71,7 +73,16 @@ def test_restored_equals_uninterrupted_to_the_bit_and_weights_alone_do_not(base:
 
 
 @FORMS
-def test_a_background_save_holds_the_state_at_its_begin_whatever_is_trained_after(base: Path, lora: LoraConfig | None, tmp_path: Path):
+def test_a_background_save_holds_the_state_at_its_begin_whatever_is_trained_after(
+    base: Path, lora: LoraConfig | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    trained_on = threading.Event()
+
+    def write_late(snapshot: Snapshot, folder: Path) -> None:
+        assert trained_on.wait(60)
+        write_snapshot(snapshot, folder)
+
+    monkeypatch.setattr(background_save, "write_snapshot", write_late)
     model = build(base, lora)
     train(model, 0, 2)
     expected = files_of(model.save("now", tmp_path))
@@ -80,6 +91,8 @@ def test_a_background_save_holds_the_state_at_its_begin_whatever_is_trained_afte
     train(model, 2, 4)
     with pytest.raises(ConfigError, match="call end_save before"):
         model.begin_save(store.url, "runs/y")
+    assert model.end_save(False) is None
+    trained_on.set()
     entries = model.end_save(True)
     assert entries is not None and model.end_save(True) is None
     found = files_of(fetch_files(store, "runs/x", entries, tmp_path / "fetched"))

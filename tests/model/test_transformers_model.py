@@ -105,6 +105,15 @@ def test_micro_batches_and_calls_do_not_change_the_gradient(folders: dict[str, P
         assert norm == pytest.approx(results[0][1], rel=1e-5) and count == results[0][2]
 
 
+def test_dropout_does_not_depend_on_how_micro_batches_are_spread_over_calls(folders: dict[str, Path], tmp_path: Path):
+    rows = [packed_row(9)] * 3  # equal rows: only their dropout tells them apart
+    lora = LoraConfig(rank=4, alpha=8, dropout=0.3)
+    ways = ([rows], [rows[:1], rows[1:]], [rows[:2], rows[2:]])
+    results = [gradient(build(folders["llama"], lora), calls, tmp_path / str(number)) for number, calls in enumerate(ways)]
+    for grads, _, _ in results[1:]:
+        assert_same_gradient(grads, results[0][0])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("num_rows", [1, 3, 4])
 def test_two_workers_give_the_gradient_of_one_with_dropout_and_with_uneven_or_no_work(

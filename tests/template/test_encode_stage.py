@@ -42,6 +42,7 @@ def test_stage_writes_what_the_template_encodes_and_no_token_is_lost(tokenizer_f
     written = EncodedDataset(out / "train.arrow")
     expected = template.outcomes(rows)
     assert len(written) == len(rows) == report["train"]["documents"]
+    assert written.rows() == list(range(len(rows)))
     for i in (0, 255, 256, 598):
         sample = expected[i].sample
         assert sample is not None

@@ -26,9 +26,8 @@ class DataLoader:
     """Iterates over lists of rows, one list per optimizer step, from its cursor on.
 
     A batch may reach over the end of an epoch; only the very last one may be short, and it is kept. `batch_size` is that
-    of the whole job, whatever the number of workers. The cursor, `consumed_train_samples`, moves when the loop comes
-    back for the next batch (or ends): a batch whose iteration was broken off counts as not consumed. Code that saves
-    inside the loop body, after the optimizer step of that batch, stores `consumed_after(step)`.
+    of the whole job, whatever the number of workers. The cursor, `consumed_train_samples`, counts the batch in hand: what
+    `get_state` gives in the loop body after the optimizer step is what a resumed run has to start from.
 
     Example: 10 rows, batch_size 4 and 2 epochs are 5 steps; step 2 takes the last 2 rows of epoch 0 and the first 2 of epoch 1.
     """
@@ -71,12 +70,12 @@ class DataLoader:
 
     def _batches(self) -> Iterator[list[Row]]:
         for step in range(-(-self._consumed // self.batch_size), len(self)):
-            yield [self.dataset[int(row)] for row in self.rows_at(step)]
             self._consumed = self.consumed_after(step)
+            yield [self.dataset[int(row)] for row in self.rows_at(step)]
         self._ended = True
 
     def get_state(self) -> dict[str, int]:
-        """`{'consumed_train_samples': rows of completed iterations}`: what `resume_from_checkpoint` takes."""
+        """`{'consumed_train_samples': rows handed out, the batch in hand included}`: what `resume_from_checkpoint` takes."""
         return {"consumed_train_samples": self._consumed}
 
     def resume_from_checkpoint(self, consumed_train_samples: int) -> None:

@@ -15,6 +15,7 @@ CHUNK_ELEMENTS = 1 << 22
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum of the token losses in nats (float32 scalar) and number of supervised tokens (int64 scalar).
 
+    As https://pytorch.org/docs/stable/generated/torch.nn.functional.cross_entropy.html with reduction 'sum', in float32.
     logits [S, V] of any float type, labels [S] int64, `IGNORE` where nothing is to be predicted.
     Example: equal logits over 4 words give log 4 = 1.3863 a token.
     """
@@ -24,6 +25,7 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Ten
 def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """[S] float32 losses in nats, 0 where the label is `IGNORE`.
 
+    As https://pytorch.org/docs/stable/generated/torch.nn.functional.cross_entropy.html with reduction 'none'.
     Computed as float32 log-sum-exp in chunks, forwards and backwards: besides the logits and their gradient, both in
     the logits' own type, no [S, V] tensor exists. (torch's own cross-entropy keeps a float32 one for the backward pass.)
     """

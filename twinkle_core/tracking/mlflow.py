@@ -1,18 +1,22 @@
 """Metric rows to MLflow, once each and live, from a side thread that never raises into the training loop.
 
-The run of a model is found by its train key, so a resumed training goes on in the same run. What MLflow already has is asked
-for at the start and not sent again; the rows a kill cut off come with the replayed steps and with the checkpoint's history,
-with the times they were first seen at. A resume is marked in the tag `twinkle.resumed_after_steps`. While MLflow is away rows wait (they are in the checkpoints too) and are sent later.
-The only module that imports mlflow, and only inside functions: it takes over a second.
+The run of a model is found by its train key, so a resumed training goes on in the same run. What MLflow already has is
+asked for at the start and not sent again; the rows a kill cut off come with the replayed steps and with the checkpoint's
+history, with the times they were first seen at. A resume is marked in the tag `twinkle.resumed_after_steps`. While MLflow is
+away rows wait (they are in the checkpoints too) and are sent later. The only module that imports mlflow, and only inside
+functions: it takes over a second.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import queue
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +25,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 KEY_TAG = "twinkle.train_key"
+SQLITE = "sqlite:///"
 _MARK = "resumed_after_step"
 MAX_PARAM_CHARS = 6000
 """MLflow's limit for a parameter's value; longer ones are cut, and the whole recipe is an artifact."""
@@ -117,7 +122,26 @@ def client(uri: str) -> MlflowClient:
     """A client of the tracking store at `uri`; no global tracking URI is touched."""
     from mlflow import MlflowClient
 
+    if uri.startswith(SQLITE):
+        create_database(Path(uri.removeprefix(SQLITE)))
     return MlflowClient(tracking_uri=uri)
+
+
+def create_database(path: Path) -> None:
+    """Makes MLflow's SQLite database where there is none; it appears whole or not at all.
+
+    MLflow itself creates the tables in place, over seconds, and can never use a database whose creation was cut off.
+    """
+    from mlflow import MlflowClient
+
+    if path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}.draft")
+    MlflowClient(tracking_uri=f"{SQLITE}{draft}").search_experiments(max_results=1)
+    with suppress(FileExistsError):  # somebody else was faster: theirs stands
+        os.link(draft, path)
+    draft.unlink()
 
 
 def away_errors() -> tuple[type[Exception], ...]:
