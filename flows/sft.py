@@ -9,6 +9,7 @@ from prefect.runtime import flow_run
 
 from flows.begin import begin
 from flows.params import SFTParams
+from tasks.context import finish
 from tasks.encode import encode_task
 from tasks.evaluate import HeldOut, evaluate_base_task, evaluate_task
 from tasks.export import export_task
@@ -45,4 +46,5 @@ def sft(params: SFTParams) -> dict[str, Any]:
     after = evaluate_task(context, p.model, p.evaluate, data, model).result()
     report = report_task(context, p.model, p.publish, before, after, checkpoint).result()
     release = publish_task(context, p.model, p.publish, model, report).result()
+    finish(context)
     return outcome(context, release, report)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 import shutil
 import stat
 import uuid
@@ -18,6 +19,9 @@ from storage.store import ObjectInfo, Store
 from storage.uri import Location, check_key, resolve_inside
 
 _SCRATCH = ".tmp"  # first part of the keys that a local folder keeps for itself
+
+
+LOCK_SECONDS = 30.0
 
 
 class FileStore(Store):
@@ -60,14 +64,18 @@ class FileStore(Store):
     def compare_and_swap(self, key: str, data: bytes, version: str | None) -> bool:
         if version is None:
             return self.put_if_absent(key, data)
-        with self._locked(key):
-            try:
-                current = self.get_versioned(key)[1]
-            except NotFoundError:
-                return False
-            if current == version:
-                self.put(key, data)
-            return current == version
+        path = self.local_path(key)
+        # Both syncs are outside the lock: a process that is stopped or stalled in one holds nobody up.
+        with self._finished(data) as temporary:
+            with self._locked(key):
+                try:
+                    if self.get_versioned(key)[1] != version:
+                        return False
+                except NotFoundError:
+                    return False
+                os.replace(temporary, path)
+        _sync(path.parent)
+        return True
 
     def size(self, key: str) -> int | None:
         try:
@@ -135,11 +143,25 @@ class FileStore(Store):
 
     @contextmanager
     def _locked(self, key: str) -> Iterator[None]:
-        """One of 256 lock files, by key; the kernel drops the lock of a process that dies."""
+        """One of 256 lock files, by key, held for a moment; the kernel drops the lock of a process that dies.
+
+        StorageError after `LOCK_SECONDS`: only a process that was stopped in that very moment holds it so long.
+        """
         path = self._root / _SCRATCH / f"lock-{digest_bytes(key.encode())[:2]}"
         _make_folder(path.parent)
         with path.open("wb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            deadline = time.monotonic() + LOCK_SECONDS
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise StorageError(
+                            f"cannot move {key!r}: another process has held the lock {str(path)!r} for {LOCK_SECONDS:g} s; "
+                            f"it is probably stopped (state T in ps): let it go on, or end it, and run again"
+                        ) from None
+                    time.sleep(0.005)
             yield
 
     def _rename(self, temporary: Path, path: Path) -> None:

@@ -45,6 +45,11 @@ def freeze(settings: Settings, spec: RunSpec) -> tuple[RunSpec, list[str]]:
     return frozen, changes
 
 
+def finish(context: Context) -> None:
+    """Notes that the run has ended well: what it used is no longer held back from `artifacts gc`."""
+    context.store.put(layout.run_end_key(context.spec.run_id), b"{}")
+
+
 @dataclass(frozen=True)
 class Context:
     """Handed from the flow to each stage."""

@@ -94,6 +94,8 @@ def run_step(
     `check` names further reasons not to believe a record whose files are whole (a release that was deleted, say).
     """
     store, stage, key = context.store, wanted.stage.name, wanted.key
+    # Marked before anything is looked up: `artifacts gc` leaves alone what a run in progress uses.
+    store.put(layout.run_use_key(context.spec.run_id, stage, key), b"")
     waited = False
     while True:
         record, damage = sound_record(context, stage, key, check)

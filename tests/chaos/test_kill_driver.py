@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -64,9 +65,10 @@ def test_a_paused_attempt_that_wakes_after_a_newer_one_commits_nothing(fresh: Fr
     process, _ = start_victim(scene)
     head = scene.home / "store"
     deadline = time.monotonic() + 60
-    while not list(head.glob("data/train/*/step-*/MANIFEST.json")):
+    while not any(json.loads(path.read_bytes())["checkpoints"] for path in head.glob("checkpoints/*/HEAD.json")):
         assert time.monotonic() < deadline, "no checkpoint was committed"
-        time.sleep(0.005)
+        time.sleep(0.002)
+    time.sleep(0.02)  # not inside the swap itself: that is held for microseconds
     os.kill(process.pid, signal.SIGSTOP)
     try:
         _let_the_lease_run_out(scene)
@@ -85,8 +87,6 @@ def test_a_paused_attempt_that_wakes_after_a_newer_one_commits_nothing(fresh: Fr
 
 def _let_the_lease_run_out(scene: Scene) -> None:
     """Moves the stopped holder's lease into the past, as if its ttl had gone by."""
-    import json
-
     (path,) = scene.home.glob("store/leases/train/*.json")
     info = json.loads(path.read_bytes())
     info["expires_at"] = 0.0

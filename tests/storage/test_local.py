@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from storage import local
 from storage.errors import StorageError
 from storage.store import Store, open_store
 
@@ -112,3 +114,17 @@ def test_a_folder_that_cannot_be_written_fails_the_probe(tmp_path: Path) -> None
 def test_a_listing_has_the_time_of_the_write(store: Store) -> None:
     store.put("k", b"1")
     assert abs(store.list()[0].modified - time.time()) < 60
+
+
+def test_a_process_that_is_stopped_inside_a_swap_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "LOCK_SECONDS", 0.2)
+    store = open_store(str(tmp_path))
+    assert store.compare_and_swap("HEAD.json", b"0", None)
+    assert store.compare_and_swap("HEAD.json", b"1", store.get_versioned("HEAD.json")[1])
+    (lock,) = (tmp_path / ".tmp").glob("lock-*")
+    with lock.open("wb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(StorageError, match="has held the lock"):
+            store.compare_and_swap("HEAD.json", b"2", store.get_versioned("HEAD.json")[1])
+    assert store.get("HEAD.json") == b"1"
+    assert store.compare_and_swap("HEAD.json", b"2", store.get_versioned("HEAD.json")[1])
