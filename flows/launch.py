@@ -52,13 +52,12 @@ def run(flow: str, params: SFTParams, settings: Settings) -> int:
         Console(stderr=True).print(f"{flow} ended as {state.name}: {state.message}", style="bold red", markup=False, highlight=False)
         return 1
     outcome = state.result()
-    table = Table("what", "where", box=None, header_style="bold")
+    api = (settings.prefect_api_url or "").removesuffix("/api")
+    outcome["Prefect"] = f"{api}/runs/flow-run/{state.state_details.flow_run_id}"
+    outcome["MLflow"] = settings.mlflow_uri
+    console = Console()
     for what, where in outcome.items():
-        table.add_row(what, str(where))
-    api = settings.prefect_api_url or ""
-    table.add_row("Prefect", f"{api.removesuffix('/api')}/runs/flow-run/{state.state_details.flow_run_id}")
-    table.add_row("MLflow", settings.mlflow_uri or "`twinkle up` serves it")
-    Console().print(table)
+        console.print(f"{what:<8} {where}", soft_wrap=True, highlight=False, markup=False)
     return 0
 
 
@@ -66,6 +65,5 @@ def _only_bars_on_the_terminal() -> None:
     """The run's log goes to the server; Prefect's own lines on the terminal would tear the progress bars."""
     from prefect.logging.handlers import PrefectConsoleHandler
 
-    for logger in [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith("prefect")]:
-        for handler in [handler for handler in logger.handlers if isinstance(handler, PrefectConsoleHandler)]:
-            logger.removeHandler(handler)
+    for handler in [handler for handler in logging.root.handlers if isinstance(handler, PrefectConsoleHandler)]:
+        logging.root.removeHandler(handler)

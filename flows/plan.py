@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from flows.params import SFTParams
 from storage.artifact import ArtifactRef
@@ -40,7 +41,7 @@ class Planner:
 
     def look(self, label: str, wanted: Wanted) -> ArtifactRef | None:
         """The artifact if a run would reuse it; None, with the reason noted, if it would be computed."""
-        check = release_problems if label == "publish" else (lambda _: [])
+        check = partial(release_problems, self._context) if label == "publish" else (lambda _: [])
         record, damage = sound_record(self._context, wanted.stage.name, wanted.key, check)
         if record is None or damage:
             self.compute(label, "; ".join(damage) if damage else explain(self._context, wanted), wanted.key)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
-import time
 import shutil
 import stat
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager

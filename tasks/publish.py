@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from prefect import task
@@ -39,7 +40,7 @@ def publish_task(
     """The release. Raises `GateError` when the report does not allow it; the model stays in the store then."""
     base = resolve(context, model)
     wanted = wanted_release(publish, exported, report)
-    target = publish.target or join(context.store.url, layout.releases_prefix())
+    target = target_of(context, publish.target)
     with stage_bar(STAGE.name) as progress:
 
         def compute(_key: str, work: Path) -> Produced:
@@ -63,27 +64,34 @@ def publish_task(
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
             (work / "release.json").write_text(to_json({"name": release.name, "version": release.version}), encoding="utf-8")
-            summary = {"headline": release.url, "target": target, "name": release.name, "version": release.version, "url": release.url}
-            return Produced(summary=summary)
+            return Produced(summary={"headline": release.url, "name": release.name, "version": release.version})
 
-        return ended(run_step(context, wanted, compute=compute, say=say_in_run(), check=release_problems))
+        return ended(run_step(context, wanted, compute=compute, say=say_in_run(), check=partial(release_problems, context)))
 
 
-def release_problems(record: ArtifactRecord) -> list[str]:
+def target_of(context: Context, target: str | None) -> str:
+    """Where releases go: the target of the settings, else releases/ in the store, wherever the store lies now."""
+    return target or join(context.store.url, layout.releases_prefix())
+
+
+def release_problems(context: Context, record: ArtifactRecord) -> list[str]:
     """What is wrong with the release that a record of this stage speaks of: it may have been deleted or changed since."""
-    store, name, version = open_store(record.summary["target"]), record.summary["name"], record.summary["version"]
+    store, name, version = open_store(target_of(context, record.recipe["target"])), record.summary["name"], record.summary["version"]
     try:
         release = read_release(store, name, version)
     except DamagedError as error:
         return [str(error)]
     if release is None:
-        return [f"release {name} {version} is no longer at {record.summary['url']}"]
+        return [f"release {name} {version} is no longer at {store.url}"]
     return verify_release(store, release)
 
 
 def outcome(context: Context, release: ArtifactRef, report: ArtifactRef) -> dict[str, str]:
     """What a run made and where it is, for the table at its end."""
-    return {"release": record_of(context, release).summary["url"], "report": str(folder_of(context, report) / "report.html")}
+    record = record_of(context, release)
+    store, name = open_store(target_of(context, record.recipe["target"])), join(record.summary["name"], record.summary["version"])
+    place = store.local_path(name) or join(store.url, name)
+    return {"release": str(place), "report": str(folder_of(context, report) / "report.html")}
 
 
 def _card(

@@ -44,7 +44,8 @@ def report_task(
         old, new = read_json(context, before, "evaluation.json"), read_json(context, after, "evaluation.json")
         verdict = gate(old, new, publish)
         decided = {"passed": verdict.passed, "reasons": list(verdict.reasons)}
-        numbers = {"verdict": decided, "before": old["numbers"], "after": new["numbers"]}
+        seen = {"before": before.digest, "after": after.digest}
+        numbers = {"verdict": decided, "before": old["numbers"], "after": new["numbers"], "evaluations": seen}
         (work / "report.json").write_text(to_json(numbers), encoding="utf-8")
         page = render(
             {

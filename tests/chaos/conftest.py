@@ -29,7 +29,7 @@ NUM_ROWS = 9
 
 @pytest.fixture(scope="session")
 def scene(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Scene:
-    """Shards of random rows in a store of their own: shuffle on, LoRA dropout 0.1, 4 micro-batches a step, a short last window, 2 epochs."""
+    """Shards of random rows in a store of their own: shuffle on, dropout 0.1, 4 micro-batches a step, a short last one, 2 epochs."""
     home = tmp_path_factory.mktemp("scene")
     settings = Settings.from_env({"TWINKLE_HOME": str(home)})
     store = open_store(settings.store_url)
@@ -40,7 +40,9 @@ def scene(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Scene:
         stage="shard", version=1, key="0" * 64, attempt="a1", recipe={}, inputs={}, files=files, summary={}, provenance={"created": 0.0}
     )
     commit_record(store, record)
-    train = TrainConfig(epochs=2, batch_size=4, micro_batch_size=1, lr=1e-2, warmup_ratio=0.2, lora=LoraConfig(rank=4, alpha=8, dropout=0.1), seed=3)
+    train = TrainConfig(
+        epochs=2, batch_size=4, micro_batch_size=1, lr=1e-2, warmup_ratio=0.2, lora=LoraConfig(rank=4, alpha=8, dropout=0.1), seed=3
+    )
     return Scene(
         home=home,
         shards=record.ref(store.url),

@@ -174,7 +174,9 @@ def result_of(scene: Scene) -> Result:
     names = ("step", "loss", "lr", "grad_norm", "consumed_train_samples", "consumed_train_tokens")
     api = client(identity(context, record.key).uri)
     runs = api.search_runs([api.get_experiment_by_name(EXPERIMENT).experiment_id])
-    shown = [(run.info.status, {n: [(p.step, p.value) for p in api.get_metric_history(run.info.run_id, n)] for n in names[1:]}) for run in runs]
+    shown = [
+        (run.info.status, {n: [(p.step, p.value) for p in api.get_metric_history(run.info.run_id, n)] for n in names[1:]}) for run in runs
+    ]
     return Result(
         digest=record.digest,
         files={entry.path: entry.sha256 for entry in record.files if not entry.volatile},

@@ -81,7 +81,7 @@ def test_a_paused_attempt_that_wakes_after_a_newer_one_commits_nothing(fresh: Fr
     process.join(60)
     assert process.exitcode == 1, "the zombie must fail, fenced, rather than end well"
     committed = {path for path in before if path.name == "MANIFEST.json"}
-    assert {path for path in head.rglob("MANIFEST.json")} == committed
+    assert set(head.rglob("MANIFEST.json")) == committed
     assert result_of(scene).digest == expected.digest
 
 

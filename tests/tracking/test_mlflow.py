@@ -1,6 +1,5 @@
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -114,12 +113,12 @@ def test_when_mlflow_stays_away_closing_says_so_and_raises_nothing(identity: Run
 
 
 @pytest.fixture
-def abandoned(identity: RunIdentity) -> Iterator[str]:
+def abandoned(identity: RunIdentity) -> str:
     track(identity, [], rows(1, 2))
     api = client(identity.uri)
     run_id = find_run(api, EXPERIMENT, identity.train_key)
     api.update_run(run_id, status="RUNNING")
-    yield run_id
+    return run_id
 
 
 def test_reap_ends_runs_that_nobody_trains_and_only_those(identity: RunIdentity, abandoned: str) -> None:
@@ -141,7 +140,13 @@ def test_a_long_parameter_is_cut_and_stops_nothing(identity: RunIdentity) -> Non
 def test_outcomes_are_added_to_a_run_that_has_ended(identity: RunIdentity, tmp_path: Path) -> None:
     tracker = track(identity, [], rows(1, 1))
     (tmp_path / "report.html").write_text("<html>")
-    log_outcome(identity.uri, tracker.run_id, metrics={"eval.loss": 0.5}, documents={"recipe.json": "{}"}, files={"report": tmp_path / "report.html"})
+    log_outcome(
+        identity.uri,
+        tracker.run_id,
+        metrics={"eval.loss": 0.5},
+        documents={"recipe.json": "{}"},
+        files={"report": tmp_path / "report.html"},
+    )
     api = client(identity.uri)
     run = api.get_run(tracker.run_id)
     assert run.data.metrics["eval.loss"] == 0.5
