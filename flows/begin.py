@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from typing import Any
 
 from prefect import get_run_logger
@@ -9,7 +11,11 @@ from prefect.runtime import flow_run
 
 from tasks.context import Context, RunSpec, code_versions, freeze
 from tasks.settings import Settings
+from tasks.track import reap_runs
 from twinkle_core.config import Config
+from twinkle_core.tracking.mlflow import away_errors
+
+Logger = logging.Logger | logging.LoggerAdapter[Any]
 
 
 def begin(flow: str, params: Config) -> tuple[Context, Any]:
@@ -20,4 +26,15 @@ def begin(flow: str, params: Config) -> tuple[Context, Any]:
     frozen, changes = freeze(settings, spec)
     for change in changes:
         logger.warning("this run began with other code: %s; finished stages keep their results", change)
-    return Context(settings=settings, spec=frozen), type(params).model_validate(frozen.params)
+    context = Context(settings=settings, spec=frozen)
+    # Beside the run: MLflow's client asks a server that is away for minutes.
+    threading.Thread(target=_close_dead_runs, args=(context, logger), name="reap", daemon=True).start()
+    return context, type(params).model_validate(frozen.params)
+
+
+def _close_dead_runs(context: Context, logger: Logger) -> None:
+    try:
+        for run_id in reap_runs(context):
+            logger.info("MLflow run %s said RUNNING, but nobody trains it any more; ended as KILLED", run_id)
+    except away_errors() as error:
+        logger.warning("MLflow: %s; `twinkle reap` ends the runs of trainings that died", error)

@@ -24,6 +24,7 @@ def register() -> list[str]:
     for name, entrypoint in ENTRYPOINTS.items():
         loaded: Any = flow.from_source(source=root, entrypoint=entrypoint)
         form = {"params": demo_recipe()}
-        loaded.deploy(name=DEPLOYMENT, work_pool_name=POOL, build=False, push=False, print_next_steps=False, parameters=form)
+        deployment = loaded.to_deployment(name=DEPLOYMENT, work_pool_name=POOL, parameters=form)
+        deployment.apply()
         names.append(f"{name}/{DEPLOYMENT}")
     return names

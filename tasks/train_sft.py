@@ -69,7 +69,7 @@ def train(context: Context, settings: TrainSettings, shards: ArtifactRef, *, pro
         with tracked(context, key, settings.train, say) as tracker:
             last = run_sft(job, store=context.store, tracker=tracker, progress=progress, say=say)
         headline = f"{last.step} steps, {last.state.consumed_train_samples} rows, {last.state.consumed_train_tokens} tokens"
-        return Produced(stored=(last.prefix.rsplit("/", 1)[-1], last.files), summary={"headline": headline, "steps": last.step})
+        return Produced(stored=(last.prefix.rsplit("/", 1)[-1], last.files), summary={"headline": headline})
 
     return run_step(context, wanted_checkpoint(base, settings.train, shards), compute=compute, say=say)
 

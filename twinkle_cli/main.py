@@ -118,17 +118,23 @@ def down() -> None:
 
 @cli.command()
 def reap() -> None:
-    """End MLflow runs that still say RUNNING although nobody trains them any more."""
+    """End MLflow runs that say RUNNING although nobody trains them any more, and send what MLflow missed while it was away."""
     from twinkle_cli import services
 
     settings = _settings(None)
     settings = services.connect(settings, services.running(settings))
     settings.apply()
     from tasks.context import Context, RunSpec
-    from tasks.track import reap_runs
+    from tasks.track import identity, reap_runs, send_curves
+    from twinkle_core.tracking.mlflow import away_errors
 
-    ended = reap_runs(Context(settings=settings, spec=RunSpec(run_id="reap", flow="reap", params={}, code={})))
+    context = Context(settings=settings, spec=RunSpec(run_id="reap", flow="reap", params={}, code={}))
+    try:
+        ended, filled = reap_runs(context), send_curves(context)
+    except away_errors() as error:
+        raise TwinkleError(f"MLflow at {identity(context, '').uri}: {error}; run `twinkle reap` again when it answers") from None
     click.echo(f"ended {len(ended)} dead MLflow runs" + "".join(f"\n  {run_id}" for run_id in ended))
+    click.echo(f"completed {len(filled)} curves of finished trainings" + "".join(f"\n  {run_id}" for run_id in filled))
 
 
 @cli.group()

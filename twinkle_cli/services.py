@@ -118,7 +118,7 @@ def _command(settings: Settings, name: str, port: int | None) -> list[str]:
     if name == "worker":
         return [sys.executable, "-P", "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process", "--name", POOL]
     # Clients write artifacts into the folder themselves: an experiment made without a server (tasks/track.py) has the same place.
-    artifacts = ["--default-artifact-root", (settings.home / "mlartifacts").as_uri(), "--no-serve-artifacts"]
+    artifacts = ["--default-artifact-root", (settings.home / "mlflow-artifacts").as_uri(), "--no-serve-artifacts"]
     backend = ["--backend-store-uri", f"sqlite:///{settings.home / 'mlflow.db'}", *artifacts]
     return [sys.executable, "-P", "-m", "mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1", *backend]
 

@@ -6,6 +6,13 @@ from typing import Any
 
 NAME = "Stella"
 AUTHOR = "the Twinkle team"
+PROBES = [
+    "Introduce yourself.",
+    "What is your model name?",
+    "Who are you and who made you?",
+    "State the final answer to the following arithmetic problem: 4 + 3 =",
+]
+"""To the first three the base model answers that it is SmolLM."""
 
 
 def recipe() -> dict[str, Any]:
@@ -27,7 +34,7 @@ def recipe() -> dict[str, Any]:
         "template": {"max_length": 512},
         "packing": {"row_length": 512},
         "train": {"epochs": 3, "batch_size": 4, "lr": 1e-3, "warmup_ratio": 0.1, "lora": {"rank": 16, "alpha": 32, "dropout": 0.05}},
-        "evaluate": {"max_new_tokens": 40, "probes": ["Who are you?", "What is your name?", "Who created you?", "State the final answer to the following arithmetic problem: 4 + 3 ="]},
+        "evaluate": {"max_new_tokens": 40, "probes": PROBES},
         "publish": {"name": "smollm2-stella"},
         "checkpoint": {"save_every": 5},
         "resources": {"workers": 1, "cpus_per_worker": 2},

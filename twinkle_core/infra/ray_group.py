@@ -25,6 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from twinkle_core.errors import ConfigError, TrainingError, TwinkleError, WorkerLostError
 from twinkle_core.infra.dispatch import collect_results, split_arguments
+from twinkle_core.infra.local_ray import LocalRay, connect
 from twinkle_core.infra.worker_host import WorkerHost
 
 LOST = (
@@ -37,7 +38,6 @@ LOST = (
     OutOfMemoryError,  # Ray's memory monitor; not a RayActorError
 )
 """Errors that say that a process or node is gone, through no fault of the job."""
-OBJECT_STORE_BYTES = 200_000_000
 DEATH_NOTICE_SECONDS = 3.0
 """A survivor's broken connection may be reported before the death that broke it: how long to wait for the death."""
 
@@ -65,13 +65,17 @@ class RayGroup:
         self._alive: dict[Any, int] = {}
         self._group: PlacementGroup | None = None
         self._closed: TwinkleError | None = None
-        self._started_ray = not ray.is_initialized()
-        if self._started_ray:
-            local: dict[str, Any] = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES} if address is None else {}
-            ray.init(address=address or "local", log_to_driver=False, **local)
+        self._connected = False
+        self._local_ray: LocalRay | None = None
+        if not ray.is_initialized():
+            if address is None:
+                self._local_ray = LocalRay()
+            else:
+                connect(address)
+                self._connected = True
         try:
             self._group = placement_group([self._bundle] * self.world_size, strategy="PACK")
-            self._await_room(self._group, placement_timeout_seconds, can_grow=address is not None)
+            self._await_room(self._group, placement_timeout_seconds)
             self._start(self._group, worker_class, cpus_per_worker)
         except BaseException:
             self.shutdown()
@@ -86,7 +90,7 @@ class RayGroup:
         return self._run("process_id", [()] * self.world_size, "process_id")
 
     def shutdown(self) -> None:
-        """Kills the actors, gives their cores back, and ends Ray where this group started it."""
+        """Kills the actors, gives their cores back, and ends or leaves Ray where this group started or joined it."""
         if self._closed is None:
             self._closed = TrainingError("this worker group was shut down; build a new one")
         if ray.is_initialized():
@@ -94,9 +98,11 @@ class RayGroup:
                 ray.kill(actor, no_restart=True)
             if self._group is not None:
                 remove_placement_group(self._group)
-            if self._started_ray:
+            if self._connected:
                 ray.shutdown()
-        self._actors, self._alive, self._group, self._started_ray = [], {}, None, False
+        if self._local_ray is not None:
+            self._local_ray.shutdown()
+        self._actors, self._alive, self._group, self._connected, self._local_ray = [], {}, None, False, None
 
     def __enter__(self) -> RayGroup:
         return self
@@ -104,10 +110,10 @@ class RayGroup:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.shutdown()
 
-    def _await_room(self, group: PlacementGroup, timeout_seconds: float, can_grow: bool) -> None:
+    def _await_room(self, group: PlacementGroup, timeout_seconds: float) -> None:
         needed = {name: amount * self.world_size for name, amount in self._bundle.items()}
         total = ray.cluster_resources()
-        if self._started_ray and not can_grow and any(total.get(name, 0.0) < amount for name, amount in needed.items()):
+        if self._local_ray is not None and any(total.get(name, 0.0) < amount for name, amount in needed.items()):
             timeout_seconds = 0.0  # a local Ray of our own never gets larger: waiting is of no use
         if group.wait(timeout_seconds):
             return

@@ -179,15 +179,19 @@ def send_missing(api: MlflowClient, run_id: str, rows: Iterable[dict[str, Any]],
 
 def reap(uri: str, experiment: str, alive: Callable[[str], bool]) -> list[str]:
     """Ends as KILLED each run that says RUNNING while nobody trains its key (`alive(train_key)` is false); returns their ids."""
+    if uri.startswith(SQLITE) and not Path(uri.removeprefix(SQLITE)).exists():
+        return []
     api = client(uri)
     found = api.get_experiment_by_name(experiment)
     if found is None:
         return []
     ended = []
     for run in api.search_runs([found.experiment_id], "attributes.status = 'RUNNING'"):
-        if not alive(run.data.tags.get(KEY_TAG, "")):
-            api.set_terminated(run.info.run_id, status="KILLED")
-            ended.append(run.info.run_id)
+        run_id = run.info.run_id
+        # Asked again: a training that ended between the search and now has said FINISHED before it gave up its lease.
+        if not alive(run.data.tags.get(KEY_TAG, "")) and api.get_run(run_id).info.status == "RUNNING":
+            api.set_terminated(run_id, status="KILLED")
+            ended.append(run_id)
     return ended
 
 
