@@ -17,7 +17,8 @@ ENTRYPOINTS = {"sft": "flows/sft.py:sft"}
 def register() -> list[str]:
     """Creates or updates a deployment for each flow on the process work pool; their names, 'sft/local' for one.
 
-    The server is the one of the environment (`PREFECT_API_URL`). Doing it again changes nothing.
+    The server is the one of the environment (`PREFECT_API_URL`). Doing it again keeps the schedules that users have made; the form's
+    first values are the demo's again.
     """
     root = str(Path(__file__).resolve().parent.parent)
     names = []
@@ -25,6 +26,6 @@ def register() -> list[str]:
         loaded: Any = flow.from_source(source=root, entrypoint=entrypoint)
         form = {"params": demo_recipe()}
         deployment = loaded.to_deployment(name=DEPLOYMENT, work_pool_name=POOL, parameters=form)
-        deployment.apply()
+        deployment.apply(schedules=[])  # an empty list keeps those that users have made; left out, it deletes them
         names.append(f"{name}/{DEPLOYMENT}")
     return names

@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 LINE_SECONDS = 10.0
+CONSOLE = Console(stderr=True)
+"""The one console: what is printed through it appears above a bar that is being drawn."""
 
 
 class StageProgress:
@@ -38,8 +40,7 @@ class StageProgress:
 
 @contextmanager
 def stage_bar(stage: str) -> Iterator[StageProgress]:
-    """A bar that stays on the screen when the stage has ended."""
-    console = Console(stderr=True)
+    """A bar that is there while the stage runs; what the stage made is said when it has gone."""
     columns = (
         TextColumn("{task.description:<22}"),
         BarColumn(bar_width=24),
@@ -48,8 +49,8 @@ def stage_bar(stage: str) -> Iterator[StageProgress]:
         TextColumn("eta"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
-        yield StageProgress(console, bars, stage)
+    with Progress(*columns, console=CONSOLE, disable=not CONSOLE.is_terminal, transient=True) as bars:
+        yield StageProgress(CONSOLE, bars, stage)
 
 
 def _label(name: str) -> str:

@@ -22,7 +22,7 @@ from twinkle_core.template.run import VERSION, encode
 STAGE = Stage(
     name="encode",
     version=VERSION,
-    modules=("twinkle_core.template.base", "twinkle_core.template.masks", "twinkle_core.template.run"),
+    modules=("twinkle_core.template",),
 )
 
 

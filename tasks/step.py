@@ -28,11 +28,14 @@ from storage.artifact import (
     verify_record,
 )
 from storage.errors import DamagedError
+from storage.fingerprint import fingerprint
 from storage.lease import Holder, acquire, read_lease
 from storage.transfer import upload_folder
 from tasks.context import Context, provenance
 
 POLL_SECONDS = 1.0
+MAX_SHOWN = 60
+"""Characters of a setting shown in a difference."""
 Inputs = Mapping[str, ArtifactRef | SourceRef]
 
 
@@ -200,7 +203,8 @@ def _flatten(value: Any, path: str, into: dict[str, str]) -> None:
         for i, inner in enumerate(value):
             _flatten(inner, f"{path}[{i}]", into)
     else:
-        into[path] = repr(value)
+        text = repr(value)
+        into[path] = text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}… ({fingerprint(value)[:8]})"
 
 
 def describe_holder(context: Context, stage: str, key: str) -> str:

@@ -25,13 +25,15 @@ STAGE = Stage(
     name="train",
     version=1,
     modules=(
-        "twinkle_core.dataloader.loader",
-        "twinkle_core.dataloader.order",
-        "twinkle_core.kernel.packed_attention",
-        "twinkle_core.loss.cross_entropy",
-        "twinkle_core.model.transformers_worker",
-        "twinkle_core.processor.base",
-        "twinkle_core.trainer.sft",
+        "twinkle_core.dataloader",
+        "twinkle_core.infra.dispatch",
+        "twinkle_core.kernel",
+        "twinkle_core.loss",
+        "twinkle_core.model",
+        "twinkle_core.processor",
+        "twinkle_core.scheduler",
+        "twinkle_core.sharding.reader",
+        "twinkle_core.trainer",
     ),
 )
 

@@ -11,6 +11,7 @@ import pytest
 import ray
 
 from twinkle_core.errors import ConfigError, DataError, TrainingError, WorkerLostError
+from twinkle_core.infra import guardian
 from twinkle_core.infra.ray_group import RayGroup
 
 pytestmark = pytest.mark.slow
@@ -89,29 +90,72 @@ def test_a_group_that_does_not_fit_says_what_is_needed_and_free(local_ray: None)
 
 
 DRIVER = """
-import sys, time
+import subprocess, sys, time
+from twinkle_core.infra import guardian
 from twinkle_core.infra.ray_group import RayGroup
+bystander = subprocess.Popen(["sleep", "300"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 group = RayGroup("tests.infra.workers:Echo", workers=1)
-print(*group.process_ids(), flush=True)
-time.sleep(120)
+print(bystander.pid, *group.process_ids(), flush=True)
+if sys.argv[1] == "shutdown":
+    sys.stdin.readline()
+    group.shutdown()
+    time.sleep(60)
+group.call("wait_on", 0, sys.argv[2])
 """
+GUARDIAN = "infra/guardian.py"
 
 
-def is_running(pid: int) -> bool:
+def ray_of(driver: int, bystander: int) -> dict[int, tuple[int, str]]:
+    """pid -> (start time, command line) of all that the driver started but the bystander, and of its guardian."""
+    tree = guardian.find_tree({}, lambda pid, parent: parent == driver and pid != bystander)
+    found = {pid: (start, command_line(pid)) for pid, start in tree.items()}
+    watching = {pid: command_line(pid) for pid in guardian.all_processes()}
+    mine = [pid for pid, line in watching.items() if f"{GUARDIAN} {driver} " in line]
+    return found | {pid: (guardian.all_processes()[pid][1], watching[pid]) for pid in mine}
+
+
+def command_line(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode().replace("\0", " ")
+    except OSError:
+        return ""
 
 
-def test_a_worker_ends_when_its_driver_is_killed():
-    driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
-    assert driver.stdout is not None
-    pids = [int(word) for word in driver.stdout.readline().split()]
-    assert len(pids) == 1 and is_running(pids[0])
-    driver.kill()
-    driver.wait()
+@pytest.mark.parametrize("ending", ["kill", "terminate", "shutdown"])
+def test_nothing_of_a_local_ray_outlives_its_driver_or_its_group(tmp_path: Path, ending: str):
+    started = tmp_path / "started"
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, ending, str(started)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env={name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"},  # a Ray started here sets it
+    )
+    assert driver.stdin is not None and driver.stdout is not None and driver.stderr is not None
+    bystander, worker = map(int, driver.stdout.readline().split())
     deadline = time.monotonic() + 30
-    while any(map(is_running, pids)):
-        assert time.monotonic() < deadline, f"workers {pids} outlive their driver"
+    while ending != "shutdown" and not started.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert Path(f"/proc/{worker}/stat").read_text().rsplit(")", 1)[1].split()[16] == "0", "field 19 is the niceness"
+    before = ray_of(driver.pid, bystander)
+    lines = [line for _, line in before.values()]
+    for part in ("/gcs_server", "/raylet", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "ray::WorkerHost", GUARDIAN):
+        assert any(part in line for line in lines), part
+    assert not any("ray::IDLE" in line for line in lines)
+    if ending == "shutdown":
+        driver.stdin.write("go\n")
+        driver.stdin.flush()
+    else:
+        driver.send_signal(signal.SIGKILL if ending == "kill" else signal.SIGTERM)
+    deadline = time.monotonic() + 15
+    while left := [line for pid, (start, line) in before.items() if guardian.is_alive(pid, start)]:
+        assert time.monotonic() < deadline, f"still there: {left}"
         time.sleep(0.2)
+    assert (driver.poll() is None) == (ending == "shutdown")
+    assert guardian.read_stat(bystander) is not None
+    os.kill(bystander, signal.SIGKILL)
+    driver.kill()
+    assert driver.communicate()[1] == "" or ending == "terminate"

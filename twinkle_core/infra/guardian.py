@@ -3,7 +3,7 @@
 Ray's own agents hold each other's pipes open and stay for many minutes when their driver is killed. This file is run by its
 path, `guardian.py DRIVER_PID RAY_FOLDER`, and imports only the standard library, so that it costs about 10 MB. Its standard
 input is a pipe from the driver: a byte says that Ray was shut down, the end of the pipe that the driver is gone. Until
-then it notes, twice a second, the processes of that Ray: the driver's children that run a program of Ray's own package, and
+then it notes, about twice a second, the processes of that Ray: the driver's children that run a program of Ray's own package, and
 all that descend from them. A process is a pid and its start time, so a pid that was given to another process is left alone.
 """
 
@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable
 
 NOTE_SECONDS = 0.5
+NOTE_SHARE = 0.02
+"""The most of one core that noting may take, where thousands of processes run."""
 GRACE_SECONDS = 2.0
 """What Ray gets to end by itself, and then again after SIGTERM."""
 
@@ -46,10 +48,10 @@ def all_processes() -> dict[int, tuple[int, int]]:
 
 
 def runs_from(folder: str, pid: int) -> bool:
-    """Whether the program, or the script that an interpreter runs, lies in `folder`."""
+    """Whether the program, or the script that an interpreter (with at most one option) runs, lies in `folder`."""
     try:
         with open(f"/proc/{pid}/cmdline", encoding="utf-8", errors="replace") as file:
-            return any(word.startswith(folder + os.sep) for word in file.read().split("\0"))
+            return any(word.startswith(folder + os.sep) for word in file.read().split("\0")[:3])
     except OSError:
         return False
 
@@ -72,12 +74,13 @@ def watch(driver: int, ray_folder: str, pipe: int) -> Tree:
     started = stat[1] if stat is not None else -1
     me = os.getpid()
     noted: Tree = {}
-    while is_alive(driver, started):  # a forked child of the driver may hold the pipe open
+    while True:  # a forked child of the driver may hold the pipe open
+        began = time.monotonic()
         found = find_tree(noted, lambda pid, parent: parent == driver and pid != me and runs_from(ray_folder, pid))
         if select.select([pipe], [], [], 0)[0]:
             break  # what is new in `found` may belong to the next Ray of the same driver
         noted = found
-        if select.select([pipe], [], [], NOTE_SECONDS)[0]:
+        if select.select([pipe], [], [], max(NOTE_SECONDS, (time.monotonic() - began) / NOTE_SHARE))[0]:
             break
     return find_tree(noted, lambda pid, parent: False)
 

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import ray
 
@@ -43,14 +43,14 @@ class LocalRay:
 
     def shutdown(self) -> None:
         """Ends Ray. The guardian ends what is left a few seconds later, and goes. May be called twice."""
-        ray.shutdown()
-        if self._guardian is not None:
-            try:
-                os.write(self._guardian, b".")
-            except BrokenPipeError:
-                pass  # somebody ended the guardian
-            os.close(self._guardian)
-        self._guardian = None
+        write, self._guardian = self._guardian, None
+        try:
+            ray.shutdown()
+        finally:
+            if write is not None:
+                with suppress(BrokenPipeError):  # somebody ended the guardian
+                    os.write(write, b".")
+                os.close(write)
 
 
 def connect(address: str) -> None:

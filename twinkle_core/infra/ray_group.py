@@ -68,7 +68,7 @@ class RayGroup:
         self._connected = False
         self._local_ray: LocalRay | None = None
         if not ray.is_initialized():
-            if address is None:
+            if address is None or address == "local":
                 self._local_ray = LocalRay()
             else:
                 connect(address)
