@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import logging
 import threading
 from typing import Any
@@ -27,8 +28,8 @@ def begin(flow: str, params: Config) -> tuple[Context, Any]:
     for change in changes:
         logger.warning("this run began with other code: %s; finished stages keep their results", change)
     context = Context(settings=settings, spec=frozen)
-    # Beside the run: MLflow's client asks a server that is away for minutes.
-    threading.Thread(target=_close_dead_runs, args=(context, logger), name="reap", daemon=True).start()
+    # Beside the run: MLflow's client asks a server that is away for minutes. The copied context carries Prefect's settings for the log.
+    threading.Thread(target=contextvars.copy_context().run, args=(_close_dead_runs, context, logger), name="reap", daemon=True).start()
     return context, type(params).model_validate(frozen.params)
 
 

@@ -84,7 +84,7 @@ class StopsAfter:
 
 def test_a_driver_killed_on_ray_is_resumed_in_process(fresh: Fresh, undisturbed: tuple[Result, Ending]) -> None:
     scene = fresh("ray-driver")
-    assert run_victim(on_ray(scene, 1), Kill(event=60, before=True), timeout_seconds=200).exitcode == -signal.SIGKILL
+    assert run_victim(on_ray(scene, 1), Kill(event=40, before=True), timeout_seconds=200).exitcode == -signal.SIGKILL
     assert run_victim(scene).exitcode == 0
     assert result_of(scene) == undisturbed[0]
 

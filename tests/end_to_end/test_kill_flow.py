@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,10 @@ import yaml
 
 from storage.artifact import list_records, verify_record
 from storage.store import Store, open_store
+from tasks.track import EXPERIMENT
 from tests.architecture.sources import ROOT
 from tests.end_to_end.conftest import computed, in_home, run_flow, values
+from twinkle_core.tracking.mlflow import KEY_TAG, client
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 COMMAND = [sys.executable, "-c", "from twinkle_cli.main import main; main()", "run", "sft"]
@@ -88,3 +90,19 @@ def test_a_run_killed_between_stages_ends_as_if_nothing_had_happened(
     assert release.name == other.name
     assert (release / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
     assert computed(home, settings) == []
+
+
+def test_the_next_run_of_anything_ends_what_died_before_it_in_mlflow(copy_of: Callable[[], Path], rows: Path, tiny_llama: Path) -> None:
+    home = copy_of()
+    api = client(f"sqlite:///{home}/mlflow.db")
+    experiment = api.get_experiment_by_name(EXPERIMENT)
+    dead = api.create_run(experiment.experiment_id, tags={KEY_TAG: "0" * 64}).info.run_id
+    assert api.get_run(dead).info.status == "RUNNING"
+    with in_home(home):
+        run_flow(values(rows, tiny_llama))
+    deadline = time.monotonic() + 60
+    while api.get_run(dead).info.status == "RUNNING":
+        assert time.monotonic() < deadline, "it still says RUNNING a minute after the next run"
+        time.sleep(0.1)
+    statuses = [run.info.status for run in api.search_runs([experiment.experiment_id])]
+    assert sorted(statuses) == ["FINISHED", "KILLED"]

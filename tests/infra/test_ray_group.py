@@ -93,7 +93,7 @@ DRIVER = """
 import subprocess, sys, time
 from twinkle_core.infra import guardian
 from twinkle_core.infra.ray_group import RayGroup
-bystander = subprocess.Popen(["sleep", "300"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+bystander = subprocess.Popen(["sleep", "100"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 group = RayGroup("tests.infra.workers:Echo", workers=1)
 print(bystander.pid, *group.process_ids(), flush=True)
 if sys.argv[1] == "shutdown":

@@ -74,7 +74,7 @@ def watch(driver: int, ray_folder: str, pipe: int) -> Tree:
     started = stat[1] if stat is not None else -1
     me = os.getpid()
     noted: Tree = {}
-    while True:  # a forked child of the driver may hold the pipe open
+    while is_alive(driver, started):  # a forked child of the driver may hold the pipe open
         began = time.monotonic()
         found = find_tree(noted, lambda pid, parent: parent == driver and pid != me and runs_from(ray_folder, pid))
         if select.select([pipe], [], [], 0)[0]:

@@ -136,7 +136,7 @@ class RayGroup:
             max_restarts=0,
             max_task_retries=0,
             concurrency_groups={"life": 1},
-            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads)}},
+            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}},
         )(WorkerHost)
         for rank in range(self.world_size):
             place = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=rank)
