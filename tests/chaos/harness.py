@@ -36,8 +36,10 @@ EVENTS: tuple[tuple[str, str], ...] = (
     ("twinkle_core.model.transformers:TransformersModel", "begin_save"),
     ("twinkle_core.model.transformers:TransformersModel", "end_save"),
     ("twinkle_core.model.transformers:TransformersModel", "restore_from"),
+    ("twinkle_core.model.checkpoint_files", "save_file"),
+    ("twinkle_core.model.background_save", "upload_folder"),
 )
-"""What counts as an event: (class, method)."""
+"""What counts as an event: (class or module, function)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,8 +129,9 @@ class _Counter:
         import importlib
 
         for path, method in EVENTS:
-            module, name = path.split(":")
-            owner = getattr(importlib.import_module(module), name)
+            module, _, name = path.partition(":")
+            owner = importlib.import_module(module)
+            owner = getattr(owner, name) if name else owner
             setattr(owner, method, self._counted(getattr(owner, method)))
 
     def _counted(self, original: Callable[..., Any]) -> Callable[..., Any]:
