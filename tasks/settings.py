@@ -17,6 +17,7 @@ QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TQDM_DISABLE": "1",
 }
 """No part that we start reports home, or writes between our lines and bars."""
 
