@@ -36,7 +36,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(INSTALLED) ## fine-tune a small real model on this machine, from rows to a published folder
-	@$(BIN)/twinkle run sft demo; status=$$?; $(BIN)/twinkle down; exit $$status
+	@$(BIN)/twinkle run sft demo; status=$$?; $(BIN)/twinkle down; echo '`make up` serves the addresses again'; exit $$status
 
 test: $(INSTALLED) ## every test but chaos and GPU
 	$(BIN)/python -m pytest -m 'not chaos and not gpu'

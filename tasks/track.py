@@ -22,6 +22,7 @@ from tasks.context import Context
 from twinkle_core.checkpoint.save import read_history
 from twinkle_core.config import TrainConfig
 from twinkle_core.tracking.mlflow import (
+    SQLITE,
     MlflowTracker,
     RunIdentity,
     away_errors,
@@ -42,7 +43,7 @@ def identity(context: Context, train_key: str) -> RunIdentity:
     name = context.spec.params.get("publish", {}).get("name", "model")
     home = context.settings.home
     uri = context.settings.mlflow_uri
-    local = uri is None or urlsplit(uri).hostname in ("127.0.0.1", "localhost")
+    local = uri is None or uri.startswith(SQLITE) or urlsplit(uri).hostname in ("127.0.0.1", "localhost")
     return RunIdentity(
         uri=uri or f"sqlite:///{home}/mlflow.db",
         experiment=EXPERIMENT,

@@ -12,6 +12,7 @@ NOT_LIGHT = {
     "twinkle_core.infra.process_group": "torch.distributed",
     "twinkle_core.infra.worker_host": "runs inside a worker, beside torch",
     "twinkle_core.infra.ray_group": "Ray actors",
+    "twinkle_core.infra.local_ray": "starts Ray",
     "twinkle_core.evaluator.generate": "runs a model",
     "twinkle_core.evaluator.held_out_loss": "runs a model",
     "twinkle_core.evaluator.run": "runs a model",

@@ -13,6 +13,7 @@ LONG_MODULES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}
 """'file name' → why it may be longer."""
 LONG_STAGES: dict[str, str] = {
+    "tasks/train_sft.py": "names the packages whose code makes a training's output",
     "tasks/evaluate.py": "two tasks, the base model's and the trained one's, over one computation",
     "tasks/publish.py": "the release, and whether an earlier one still stands",
     "tasks/report.py": "gathers the report's parts from five stages",
