@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ def register() -> list[str]:
         loaded: Any = flow.from_source(source=root, entrypoint=entrypoint)
         form = {"params": demo_recipe()}
         deployment = loaded.to_deployment(name=DEPLOYMENT, work_pool_name=POOL, parameters=form)
-        deployment.apply(schedules=[])  # an empty list keeps those that users have made; left out, it deletes them
+        with warnings.catch_warnings():
+            # Prefect 3.9 keeps the users' schedules for an empty list, and deletes them when it is left out; it warns that this will change.
+            warnings.simplefilter("ignore", FutureWarning)
+            deployment.apply(schedules=[])
         names.append(f"{name}/{DEPLOYMENT}")
     return names

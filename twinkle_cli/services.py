@@ -107,7 +107,7 @@ def _start_unless_running(settings: Settings, services: dict[str, Service], name
         return
     port = None if name == "worker" else _free_port(known.port if known else None)
     log = settings.home / "logs" / f"{name}.log"
-    process = processes.start(_command(settings, name, port), _environment(settings, name), log, settings.home)
+    process = processes.start(_command(settings, name, port), _environment(settings, name, port), log, settings.home)
     services[name] = Service(name=name, process=process, port=port, log=str(log))
     _write(settings, services)  # at once: a killed `up` must leave nothing that `down` does not know
 
@@ -123,12 +123,13 @@ def _command(settings: Settings, name: str, port: int | None) -> list[str]:
     return [sys.executable, "-P", "-m", "mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1", *backend]
 
 
-def _environment(settings: Settings, name: str) -> dict[str, str]:
+def _environment(settings: Settings, name: str, port: int | None) -> dict[str, str]:
     root = Path(__file__).parent.parent
     extra = {"PYTHONUNBUFFERED": "1"}
     if name == "prefect":  # a restarted server must find the leases of running flows, or it crashes them
         extra["PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE"] = "prefect.server.concurrency.lease_storage.filesystem"
         extra["PREFECT_HOME"] = str(settings.home / "prefect")
+        extra["PREFECT_SERVER_UI_API_URL"] = f"http://{HOST}:{port}/api"  # else the pages in the browser ask port 4200
     if name == "mlflow":
         extra["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"
     environment = child_environment(settings, extra)

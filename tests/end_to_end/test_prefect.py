@@ -332,3 +332,8 @@ def test_a_wrong_form_is_refused_by_the_server(scene: Scene, rows: Path, tiny_ll
     assert 400 <= answer.status_code < 500
     assert named in answer.text
     assert len(scene.api.post("/flow_runs/filter", {}).json()) == before
+
+
+def test_the_pages_in_the_browser_ask_the_server_they_came_from(prefect_server: str) -> None:
+    shown = httpx.get(prefect_server.removesuffix("/api") + "/ui-settings").json()
+    assert shown["api_url"] == prefect_server
