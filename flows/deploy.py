@@ -28,7 +28,7 @@ def register() -> list[str]:
         form = {"params": demo_recipe()}
         deployment = loaded.to_deployment(name=DEPLOYMENT, work_pool_name=POOL, parameters=form)
         with warnings.catch_warnings():
-            # Prefect 3.9 keeps the users' schedules for an empty list, and deletes them when it is left out; it warns that this will change.
+            # Prefect 3.9 keeps users' schedules for an empty list and deletes them when it is left out; it warns of a change.
             warnings.simplefilter("ignore", FutureWarning)
             deployment.apply(schedules=[])
         names.append(f"{name}/{DEPLOYMENT}")
