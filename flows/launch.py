@@ -11,10 +11,15 @@ from rich.console import Console
 from rich.table import Table
 
 from flows.params import FLOWS, SFTParams
+from storage.errors import StorageError
 from storage.store import open_store
+from storage.uri import parse
 from tasks.settings import Settings
 from twinkle_core.config import validate
 from twinkle_core.errors import ConfigError
+from twinkle_core.hub.resolve import check_scheme
+from twinkle_core.preprocessor.self_cognition import build_preprocessor
+from twinkle_core.preprocessor.sources import open_source
 
 
 def check(flow: str, values: Mapping[str, Any]) -> SFTParams:
@@ -23,7 +28,14 @@ def check(flow: str, values: Mapping[str, Any]) -> SFTParams:
     for i, source in enumerate(params.data.sources):
         if "://" not in source.uri and not Path(source.uri).is_file():
             raise ConfigError(f"data.sources.{i}.uri is '{source.uri}', and there is no such file")
+        open_source(source)
+        build_preprocessor(source.processor, source.processor_args)
+    try:
+        parse(params.publish.target or ".")
+    except StorageError as error:
+        raise ConfigError(f"publish.target: {error}") from None
     model = params.model.source
+    check_scheme(model)
     if "://" not in model and (model.startswith((".", "/", "~")) or model.endswith(".gguf")) and not Path(model).expanduser().exists():
         raise ConfigError(f"model.source is '{model}', and there is no such folder or file")
     return params
@@ -50,15 +62,14 @@ def run(flow: str, params: SFTParams, settings: Settings) -> int:
     state = sft(params, return_state=True)
     if not state.is_completed():
         Console(stderr=True).print(f"{flow} ended as {state.name}: {state.message}", style="bold red", markup=False, highlight=False)
-        return 1
-    outcome = state.result()
+    outcome = state.result() if state.is_completed() else {}
     api = (settings.prefect_api_url or "").removesuffix("/api")
     outcome["Prefect"] = f"{api}/runs/flow-run/{state.state_details.flow_run_id}"
     outcome["MLflow"] = settings.mlflow_uri
     console = Console()
     for what, where in outcome.items():
         console.print(f"{what:<8} {where}", soft_wrap=True, highlight=False, markup=False)
-    return 0
+    return 0 if state.is_completed() else 1
 
 
 def _only_bars_on_the_terminal() -> None:

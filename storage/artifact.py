@@ -194,11 +194,16 @@ def commit_record(store: Store, record: ArtifactRecord, replaces: ArtifactRecord
     raise StorageError(f"the record {target!r} in {store.url} keeps changing: several programs replace it in turn")
 
 
-def list_records(store: Store, stage: str | None = None) -> Iterator[ArtifactRecord]:
-    """Every record, in order of stage and key. DamagedError at one that cannot be read."""
+def list_records(store: Store, stage: str | None = None, *, skip_unreadable: bool = False) -> Iterator[ArtifactRecord]:
+    """Every record, in order of stage and key. DamagedError at one that cannot be read, unless those are passed over."""
     for info in store.list(layout.artifacts_prefix(stage)):
         record_stage, name = info.key.split("/")[-2:]
-        record = read_record(store, record_stage, name.removesuffix(".json"))
+        try:
+            record = read_record(store, record_stage, name.removesuffix(".json"))
+        except DamagedError:
+            if not skip_unreadable:
+                raise
+            continue
         if record is not None:
             yield record
 

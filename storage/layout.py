@@ -10,6 +10,8 @@
     data/train/<train_key>/step-<step>-e<epoch>/…     files of a checkpoint, and its MANIFEST.json
     releases/<name>/<version>/…                       published models
 
+    store-id                                          random name of the store
+
 No prefix ends with a slash. Each variable part is one plain name (a release's name may be 'org/name').
 """
 
@@ -98,6 +100,10 @@ def releases_prefix() -> str:
 def release_prefix(name: str, version: str) -> str:
     names = "/".join(_name(part, "release name") for part in name.split("/"))
     return f"{releases_prefix()}/{names}/{_name(version, 'release version')}"
+
+
+def store_id_key() -> str:
+    return "store-id"
 
 
 def probe_key(token: str) -> str:

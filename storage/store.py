@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import uuid
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -121,6 +122,11 @@ class Store(ABC):
         """The file or folder itself, for reading, where the store is a local folder (whether it exists or not); else None."""
         return None
 
+    def identity(self) -> str:
+        """A random name of this store, made at the first call: tells two stores apart, wherever they lie."""
+        self.put_if_absent(layout.store_id_key(), uuid.uuid4().hex.encode())
+        return self.get(layout.store_id_key()).decode()
+
     def probe(self) -> None:
         """StorageError unless both conditional writes are honoured here. Writes one small object and deletes it."""
         key = layout.probe_key(uuid.uuid4().hex)
@@ -139,4 +145,5 @@ class Store(ABC):
         except OSError as error:  # no permission, read-only, no hard links on this file system
             raise StorageError(f"the store {self.url} cannot be written safely: {error}") from error
         finally:
-            self.delete(key)
+            with suppress(OSError):  # the first error is the one to tell
+                self.delete(key)

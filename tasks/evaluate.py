@@ -27,6 +27,8 @@ STAGE = Stage(
         "twinkle_core.evaluator.held_out_loss",
         "twinkle_core.evaluator.run",
         "twinkle_core.evaluator.scorers",
+        "twinkle_core.sharding.reader",
+        "twinkle_core.template",
     ),
 )
 

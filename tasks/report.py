@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from tasks.track import send_outcome
 from twinkle_core.checkpoint.save import read_history
 from twinkle_core.config import ModelConfig, PublishConfig
 
+SEND_SECONDS = 20.0
 STAGE = Stage(name="report", version=1, modules=("twinkle_core.evaluator.gate",))
 
 
@@ -68,8 +70,10 @@ def report_task(
     say = say_in_run()
     result = run_step(context, wanted_report(publish, before, after, checkpoint), compute=compute, say=say)
     _show_in_prefect(context, result)
-    if not result.reused:
-        _send_to_mlflow(context, result, checkpoint.key, say)
+    # Beside the run: MLflow may be away for minutes. Cut off at the end of the process, it is sent by the next run.
+    sender = threading.Thread(target=_send_to_mlflow, args=(context, result, checkpoint.key, say), name="mlflow-report", daemon=True)
+    sender.start()
+    sender.join(SEND_SECONDS)
     return ended(result)
 
 
@@ -132,6 +136,25 @@ def _send_to_mlflow(context: Context, result: StepResult, train_key: str, say: C
     numbers = result.record.summary["after"]["all"]
     metrics = {f"eval.{name}": float(value) for name, value in numbers.items() if value is not None}
     made_from = [node for _, node in lineage(context, result.ref) if isinstance(node, ArtifactRecord)]
-    records = {f"records/{node.stage}-{node.key[:12]}.json": to_json(node.to_json()) for node in made_from}
-    documents = {"recipe.json": to_json(context.spec.params)} | records
-    send_outcome(context, train_key, metrics, documents, folder_of(context, result.ref) / "report.html", say)
+    records = {f"records/{node.stage}-{node.key[:12]}.json": node.to_json() for node in made_from}
+    documents = {"recipe.json": context.spec.params} | records
+    send_outcome(
+        context,
+        train_key,
+        report_key=result.ref.key,
+        metrics=metrics,
+        documents={name: to_json(_without_paths(value)) for name, value in documents.items()},
+        report=folder_of(context, result.ref) / "report.html",
+        say=say,
+    )
+
+
+def _without_paths(value: Any) -> Any:
+    """The same with local paths cut to their last part: where a file lay on this machine is nobody's business."""
+    if isinstance(value, dict):
+        return {key: _without_paths(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_paths(item) for item in value]
+    if isinstance(value, str) and value.startswith(("/", "file://", "~")):
+        return value.rsplit("/", 1)[-1]
+    return value

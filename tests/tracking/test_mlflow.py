@@ -25,6 +25,7 @@ def identity(home: Path, request: pytest.FixtureRequest) -> RunIdentity:
         experiment=EXPERIMENT,
         artifact_location=(home / "artifacts").as_uri(),
         train_key=request.node.name,
+        store_id="this store",
         name="model",
     )
 
@@ -123,9 +124,9 @@ def abandoned(identity: RunIdentity) -> str:
 
 def test_reap_ends_runs_that_nobody_trains_and_only_those(identity: RunIdentity, abandoned: str) -> None:
     api = client(identity.uri)
-    assert reap(identity.uri, EXPERIMENT, alive=lambda key: key == identity.train_key) == []
+    assert reap(identity.uri, EXPERIMENT, "this store", alive=lambda key: key == identity.train_key) == []
     assert api.get_run(abandoned).info.status == "RUNNING"
-    assert reap(identity.uri, EXPERIMENT, alive=lambda _: False) == [abandoned]
+    assert reap(identity.uri, EXPERIMENT, "this store", alive=lambda _: False) == [abandoned]
     assert api.get_run(abandoned).info.status == "KILLED"
 
 
@@ -143,6 +144,7 @@ def test_outcomes_are_added_to_a_run_that_has_ended(identity: RunIdentity, tmp_p
     log_outcome(
         identity.uri,
         tracker.run_id,
+        report_key="r1",
         metrics={"eval.loss": 0.5},
         documents={"recipe.json": "{}"},
         files={"report": tmp_path / "report.html"},
@@ -156,3 +158,61 @@ def test_outcomes_are_added_to_a_run_that_has_ended(identity: RunIdentity, tmp_p
 
 def test_nested_settings_become_dotted_names() -> None:
     assert flatten({"a": {"b": 1, "c": {"d": [2]}}, "e": None}) == {"a.b": 1, "a.c.d": [2], "e": None}
+
+
+def test_an_outcome_is_added_once_and_a_new_report_again(identity: RunIdentity) -> None:
+    tracker = track(identity, [], rows(1, 1))
+    for report_key, loss in (("r1", 0.5), ("r1", 0.6), ("r2", 0.7)):
+        log_outcome(identity.uri, tracker.run_id, report_key=report_key, metrics={"eval.loss": loss}, documents={}, files={})
+    assert [point.value for point in client(identity.uri).get_metric_history(tracker.run_id, "eval.loss")] == [0.5, 0.7]
+
+
+def test_reap_leaves_the_runs_of_another_store_alone(identity: RunIdentity, abandoned: str) -> None:
+    assert reap(identity.uri, EXPERIMENT, "another store", alive=lambda _: False) == []
+    assert client(identity.uri).get_run(abandoned).info.status == "RUNNING"
+    assert abandoned in reap(identity.uri, EXPERIMENT, "this store", alive=lambda _: False)
+
+
+def test_an_overtaken_attempt_sends_nothing_and_ends_no_run(identity: RunIdentity) -> None:
+    current = [True]
+    tracker = MlflowTracker(identity, params={}, tags={}, warn=print, retry_seconds=0.05)
+    tracker.resume([], problems=(), is_current=lambda: current[0])
+    tracker.log(rows(1, 1)[0])
+    deadline = time.monotonic() + 30
+    while tracker.run_id is None or len(shown(identity)) < 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    current[0] = False
+    for row in rows(2, 3):
+        tracker.log(row)
+    assert not tracker.close("FAILED")
+    assert [step for step, _, _ in shown(identity)] == [1]
+    assert client(identity.uri).get_run(tracker.run_id).info.status == "RUNNING", "it is the newer attempt's to end"
+
+
+def test_the_next_attempt_of_the_same_process_goes_on_sending(identity: RunIdentity) -> None:
+    tracker = MlflowTracker(identity, params={}, tags={}, warn=print, retry_seconds=0.05)
+    tracker.resume([], problems=(), is_current=lambda: False)
+    tracker.log(rows(1, 1)[0])
+    time.sleep(0.2)
+    tracker.resume(rows(1, 1), problems=(), is_current=lambda: True)
+    for row in rows(2, 3):
+        tracker.log(row)
+    assert tracker.close("FINISHED")
+    assert [step for step, _, _ in shown(identity)] == [1, 2, 3]
+
+
+def test_mlflow_away_at_the_very_end_fails_no_training(identity: RunIdentity, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, warnings = tracking.client, []
+    tracker = MlflowTracker(identity, params={}, tags={}, warn=warnings.append, retry_seconds=0.05)
+    tracker.log(rows(1, 1)[0])
+    while tracker.run_id is None or not shown(identity):
+        time.sleep(0.05)
+
+    def away(_uri: str) -> Any:
+        raise ConnectionError("refused")
+
+    monkeypatch.setattr(tracking, "client", away)
+    assert not tracker.close("FINISHED")
+    assert any("refused" in text for text in warnings)
+    monkeypatch.setattr(tracking, "client", real)

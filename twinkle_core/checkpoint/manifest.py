@@ -127,6 +127,10 @@ class Attempt:
     def epoch(self) -> int:
         return self.head.epoch
 
+    def is_current(self) -> bool:
+        """Whether no newer attempt has begun."""
+        return read_head(self.store, self.train_key)[0].epoch == self.epoch
+
     def prefix(self, step: int) -> str:
         """Where this attempt writes the files of a step: nobody else ever writes there."""
         return layout.checkpoint_prefix(self.train_key, step, self.epoch)

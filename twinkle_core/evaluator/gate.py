@@ -23,8 +23,7 @@ def gate(before: Mapping[str, Any], after: Mapping[str, Any], publish: PublishCo
     """Compare two results of `evaluate_model`: of the base model and of the trained one, on the same held-out rows.
 
     The loss may rise by at most `publish.max_loss_increase`, and the answer accuracy must reach `publish.min_accuracy` where
-    that is set. Without any held-out row there is nothing to compare, and the gate passes and says so, unless an
-    accuracy was asked for. A loss that is not finite never passes.
+    that is set. Without any held-out row there is nothing to compare, and the gate does not pass. A loss that is not finite never passes.
     """
     old, new = before["numbers"]["all"], after["numbers"]["all"]
     checks = [_check_loss(old, new, publish.max_loss_increase)]
@@ -42,7 +41,7 @@ def _check_loss(old: Mapping[str, Any], new: Mapping[str, Any], limit: float) ->
             f"{new['documents']} with {new['loss_tokens']} after; evaluate both on the same held-out rows"
         )
     if not new["documents"]:
-        return True, "there are no held-out rows, so nothing was compared; set held_out on a source to measure the model"
+        return False, "there are no held-out rows, so nothing can be compared: raise held_out on a source, or give more rows"
     if old["loss"] is None or new["loss"] is None or not (math.isfinite(old["loss"]) and math.isfinite(new["loss"])):
         return False, f"held-out loss is not a finite number: {old['loss']} before, {new['loss']} after"
     rise = new["loss"] - old["loss"]

@@ -65,13 +65,20 @@ def resolve_model(source: str, cache: Path, *, endpoint: str | None = None, toke
         scheme, rest = "hf", source
     if scheme == "file":
         return resolve_model(rest, cache)
-    if scheme not in _RESOLVERS:
-        known = ", ".join(f"{name}://" for name in sorted(_RESOLVERS))
-        reason = "ModelScope's hub (ms://) is not there yet" if scheme == "ms" else f"unknown scheme {scheme}://"
-        raise ConfigError(f"model source {source!r}: {reason}; use a folder, a .gguf file, or one of {known}")
+    check_scheme(source)
     if scheme == "hf":
         return _from_hub(rest, cache, endpoint, token)
     return _RESOLVERS[scheme](rest, cache)
+
+
+def check_scheme(source: str) -> None:
+    """Raises `ConfigError` for an address of a kind that is not known. Looks at nothing else."""
+    scheme, separator, _ = source.partition("://")
+    if not separator or scheme in (*_RESOLVERS, "file"):
+        return
+    known = ", ".join(f"{name}://" for name in sorted(_RESOLVERS))
+    reason = "ModelScope's hub (ms://) is not there yet" if scheme == "ms" else f"unknown scheme {scheme}://"
+    raise ConfigError(f"model source {source!r}: {reason}; use a folder, a .gguf file, or one of {known}")
 
 
 def _from_hub(rest: str, cache: Path, endpoint: str | None = None, token: str | None = None) -> ModelSource:
@@ -136,8 +143,8 @@ def _download(store: Store, names: Iterable[str], into: Path) -> None:
             if path.stat().st_size != stamp[0]:
                 raise DamagedError(f"{join(store.url, name)} has {path.stat().st_size} bytes, but {stamp[0]} were listed: run again")
     for path in into.iterdir():
-        if path.name not in wanted and path != state_file:
-            path.unlink()
+        if path.name not in wanted and not path.name.startswith("."):  # '.…' belongs to a download under way
+            path.unlink(missing_ok=True)
     temporary = into / f".fetched-{uuid.uuid4().hex}"
     temporary.write_text(json.dumps(wanted))
     os.replace(temporary, state_file)

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 KEY_TAG = "twinkle.train_key"
+STORE_TAG = "twinkle.store"
+REPORT_TAG = "twinkle.report"
 SQLITE = "sqlite:///"
 _MARK = "resumed_after_step"
 MAX_PARAM_CHARS = 6000
@@ -40,6 +42,8 @@ class RunIdentity:
     artifact_location: str | None
     """Where a new experiment keeps artifacts; None leaves it to the server."""
     train_key: str
+    store_id: str
+    """Which store its artifacts are in (`Store.identity`): who else uses this MLflow leaves its runs alone."""
     name: str
 
 
@@ -60,10 +64,14 @@ class MlflowTracker:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="mlflow-tracker", daemon=True)
         self.run_id: str | None = None
+        self._is_current: Callable[[], bool] = lambda: True
         self._thread.start()
 
-    def resume(self, history: Iterable[dict[str, Any]], *, problems: tuple[str, ...]) -> None:
-        """Hands over the rows up to the checkpoint; those MLflow lacks are filled in."""
+    def resume(
+        self, history: Iterable[dict[str, Any]], *, problems: tuple[str, ...], is_current: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Hands over the rows up to the checkpoint; those MLflow lacks are filled in. While `is_current` is false nothing is sent."""
+        self._is_current = is_current
         rows = list(history)
         for row in rows:
             self._rows.put(row)
@@ -84,7 +92,13 @@ class MlflowTracker:
                 f"MLflow at {self._identity.uri} is away; the curve is kept in the checkpoint and sent by the next run or `twinkle reap`"
             )
             return False
-        self._client().set_terminated(self.run_id, status=status)
+        try:
+            if not self._is_current():
+                return False
+            self._client().set_terminated(self.run_id, status=status)
+        except away_errors() as error:
+            self._warn(f"MLflow: {error}; `twinkle reap` ends the run")
+            return False
         return True
 
     def _client(self) -> MlflowClient:
@@ -100,6 +114,12 @@ class MlflowTracker:
             try:
                 if sent is None:
                     self.run_id, sent = self._attach()
+                if not self._is_current():
+                    # Overtaken: by another process, whose run it is now, or by the next attempt of this one, which calls `resume`.
+                    if ended:
+                        return
+                    self._stop.wait(self._retry_seconds / 10)
+                    continue
                 send_missing(self._client(), self.run_id, waiting, sent)
                 waiting = []
             except away_errors() as error:
@@ -111,10 +131,10 @@ class MlflowTracker:
         run_id = find_run(api, self._identity.experiment, self._identity.train_key)
         if run_id is None:
             run_id = _create_run(api, self._identity)
+        for key, value in self._tags.items():  # before RUNNING: `reap` finds a run by them
+            api.set_tag(run_id, key, value)
         api.update_run(run_id, status="RUNNING")
         _log_params(api, run_id, self._params)
-        for key, value in self._tags.items():
-            api.set_tag(run_id, key, value)
         return run_id, _already_sent(api, run_id)
 
 
@@ -177,8 +197,8 @@ def send_missing(api: MlflowClient, run_id: str, rows: Iterable[dict[str, Any]],
             sent.update((name, row["step"]) for name in names)
 
 
-def reap(uri: str, experiment: str, alive: Callable[[str], bool]) -> list[str]:
-    """Ends as KILLED each run that says RUNNING while nobody trains its key (`alive(train_key)` is false); returns their ids."""
+def reap(uri: str, experiment: str, store_id: str, alive: Callable[[str], bool]) -> list[str]:
+    """Ends as KILLED each run of this store that says RUNNING while nobody trains its key (not `alive(train_key)`); their ids."""
     if uri.startswith(SQLITE) and not Path(uri.removeprefix(SQLITE)).exists():
         return []
     api = client(uri)
@@ -186,7 +206,7 @@ def reap(uri: str, experiment: str, alive: Callable[[str], bool]) -> list[str]:
     if found is None:
         return []
     ended = []
-    for run in api.search_runs([found.experiment_id], "attributes.status = 'RUNNING'"):
+    for run in api.search_runs([found.experiment_id], f"attributes.status = 'RUNNING' and tags.`{STORE_TAG}` = '{store_id}'"):
         run_id = run.info.run_id
         # Asked again: a training that ended between the search and now has said FINISHED before it gave up its lease.
         if not alive(run.data.tags.get(KEY_TAG, "")) and api.get_run(run_id).info.status == "RUNNING":
@@ -208,9 +228,22 @@ def complete_run(identity: RunIdentity, history: list[dict[str, Any]]) -> str | 
     return run_id
 
 
-def log_outcome(uri: str, run_id: str, *, metrics: Mapping[str, float], documents: Mapping[str, str], files: Mapping[str, Path]) -> None:
-    """Adds metrics, text artifacts (path → text) and files (artifact folder → file) to a run that may have ended."""
+def log_outcome(
+    uri: str,
+    run_id: str,
+    *,
+    report_key: str,
+    metrics: Mapping[str, float],
+    documents: Mapping[str, str],
+    files: Mapping[str, Path],
+) -> None:
+    """Adds metrics, text artifacts (path → text) and files (artifact folder → file) to a run that may have ended.
+
+    Does nothing where the run has this report already: the tag that says so is set last, so what a kill cut off is sent again.
+    """
     api = client(uri)
+    if api.get_run(run_id).data.tags.get(REPORT_TAG) == report_key:
+        return
     now = int(time.time() * 1000)
     for name, value in metrics.items():
         api.log_metric(run_id, name, value, timestamp=now, step=0)
@@ -218,6 +251,7 @@ def log_outcome(uri: str, run_id: str, *, metrics: Mapping[str, float], document
         api.log_text(run_id, text, path)
     for folder, file in files.items():
         api.log_artifact(run_id, str(file), folder)
+    api.set_tag(run_id, REPORT_TAG, report_key)
 
 
 def _create_run(api: MlflowClient, identity: RunIdentity) -> str:
@@ -234,7 +268,7 @@ def _create_run(api: MlflowClient, identity: RunIdentity) -> str:
             experiment_id = found.experiment_id
     else:
         experiment_id = found.experiment_id
-    run = api.create_run(experiment_id, run_name=identity.name, tags={KEY_TAG: identity.train_key})
+    run = api.create_run(experiment_id, run_name=identity.name, tags={KEY_TAG: identity.train_key, STORE_TAG: identity.store_id})
     return run.info.run_id
 
 

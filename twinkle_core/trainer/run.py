@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -28,7 +28,7 @@ ADAPTER = "default"
 class Tracker(Protocol):
     """Where metric rows go while training runs. Neither method may raise or block."""
 
-    def resume(self, history: sft.History, *, problems: tuple[str, ...]) -> None: ...
+    def resume(self, history: sft.History, *, problems: tuple[str, ...], is_current: Callable[[], bool]) -> None: ...
 
     def log(self, row: dict[str, object]) -> None: ...
 
@@ -85,11 +85,13 @@ def _run_attempt(job: SFTJob, attempt: Attempt, tracker: Tracker, progress: Prog
         state, history = fresh_state(job), []
         if found.manifest is not None:
             model.restore_from(attempt.store.url, found.manifest.prefix, found.manifest.files)
-            state = found.manifest.state
+            state = replace(
+                found.manifest.state, world_size=state.world_size, gradient_accumulation_steps=state.gradient_accumulation_steps
+            )
             history = read_history(attempt.store.get(f"{found.manifest.prefix}/history.jsonl"))
             loader.resume_from_checkpoint(state.consumed_train_samples)
             say(f"resuming after step {state.cur_step} ({state.consumed_train_samples} rows consumed)")
-        tracker.resume(history, problems=found.problems)
+        tracker.resume(history, problems=found.problems, is_current=attempt.is_current)
         keep = keep_policy(keep_last=job.checkpoint.keep_last, keep_every=job.checkpoint.keep_every)
         checkpointer = Checkpointer(attempt, model, save_every=job.checkpoint.save_every, keep=keep)
         return sft.train(
