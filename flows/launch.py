@@ -28,8 +28,6 @@ def check(flow: str, values: Mapping[str, Any]) -> SFTParams:
     for i, source in enumerate(params.data.sources):
         if "://" not in source.uri and not Path(source.uri).is_file():
             raise ConfigError(f"data.sources.{i}.uri is '{source.uri}', and there is no such file")
-        open_source(source)
-        build_preprocessor(source.processor, source.processor_args)
     try:
         parse(params.publish.target or ".")
     except StorageError as error:
@@ -38,6 +36,9 @@ def check(flow: str, values: Mapping[str, Any]) -> SFTParams:
     check_scheme(model)
     if "://" not in model and (model.startswith((".", "/", "~")) or model.endswith(".gguf")) and not Path(model).expanduser().exists():
         raise ConfigError(f"model.source is '{model}', and there is no such folder or file")
+    for source in params.data.sources:  # last: a generator's own settings take a second to check
+        open_source(source)
+        build_preprocessor(source.processor, source.processor_args)
     return params
 
 

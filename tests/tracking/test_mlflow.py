@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from twinkle_core.tracking import mlflow as tracking
-from twinkle_core.tracking.mlflow import MlflowTracker, RunIdentity, client, find_run, flatten, log_outcome, reap
+from twinkle_core.tracking.mlflow import MlflowTracker, RunIdentity, client, find_run, log_outcome, reap
+from twinkle_core.tracking.params import flatten
 
 pytestmark = pytest.mark.slow
 EXPERIMENT = "exp"

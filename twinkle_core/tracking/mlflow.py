@@ -9,7 +9,6 @@ functions: it takes over a second.
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import threading
@@ -21,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from twinkle_core.tracking.params import flatten, param_text
+
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
@@ -29,8 +30,6 @@ STORE_TAG = "twinkle.store"
 REPORT_TAG = "twinkle.report"
 SQLITE = "sqlite:///"
 _MARK = "resumed_after_step"
-MAX_PARAM_CHARS = 6000
-"""MLflow's limit for a parameter's value; longer ones are cut, and the whole recipe is an artifact."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -276,22 +275,9 @@ def _log_params(api: MlflowClient, run_id: str, params: Mapping[str, Any]) -> No
     from mlflow.entities import Param
 
     known = api.get_run(run_id).data.params
-    new = [Param(key, text) for key, value in flatten(params).items() if key not in known and (text := _param_text(value)) is not None]
+    new = [Param(key, param_text(value)) for key, value in flatten(params).items() if key not in known]
     for start in range(0, len(new), 100):
         api.log_batch(run_id, params=new[start : start + 100])
-
-
-def _param_text(value: Any) -> str | None:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= MAX_PARAM_CHARS else text[: MAX_PARAM_CHARS - 1] + "…"
-
-
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings as dotted names: `{'a': {'b': 1}}` gives `{'a.b': 1}`."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
 
 
 def _already_sent(api: MlflowClient, run_id: str) -> set[tuple[str, int]]:
