@@ -94,7 +94,7 @@ def make_plan(
 ) -> Plan:
     """What may go. `objects` are all data files and checkpoint heads; record-less ones newer than `oldest_unfinished` (unix seconds) stay.
 
-    A live computation that no run has named may read any record, so then all records stay.
+    A live computation that no run has named may read any record, and an unreadable record may name any: then all records stay.
     """
     by_identity = {(record.stage, record.key): record for record in records}
     published = {identity for identity in by_identity if identity[0] == "publish"}

@@ -178,6 +178,15 @@ def test_gc_keeps_what_it_cannot_read(shelf: Shelf) -> None:
     assert any("kept, although unreadable" in line for line in said)
 
 
+def test_gc_deletes_no_finished_artifact_while_a_record_cannot_be_read(shelf: Shelf) -> None:
+    released = chain(shelf)
+    release = shelf.make("publish", model=released[2])
+    shelf.store.put(layout.record_key("publish", release.key), b"not json")
+    said = shelf.collect(0, later_hours=1000)
+    assert shelf.there(*released) == [True] * 3, "the release may be made of them"
+    assert any("cannot be read" in line for line in said)
+
+
 def test_a_key_is_found_by_its_first_letters(shelf: Shelf) -> None:
     made = chain(shelf)
     for record in made:
