@@ -124,6 +124,14 @@ class FileStore(Store):
         with self.open(key) as source, path.open("xb") as target:
             shutil.copyfileobj(source, target, 1 << 20)
 
+    def sweep(self, older_than: float) -> int:
+        swept = 0
+        for path in (self._root / _SCRATCH).glob("*"):
+            if not path.name.startswith("lock-") and path.stat().st_mtime < older_than:
+                path.unlink(missing_ok=True)
+                swept += 1
+        return swept
+
     @contextmanager
     def _temporary(self) -> Iterator[Path]:
         path = self._root / _SCRATCH / uuid.uuid4().hex

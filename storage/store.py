@@ -122,6 +122,10 @@ class Store(ABC):
         """The file or folder itself, for reading, where the store is a local folder (whether it exists or not); else None."""
         return None
 
+    def sweep(self, older_than: float) -> int:
+        """Deletes unfinished files that killed processes left before `older_than` (unix seconds), where there can be such; how many."""
+        return 0
+
     def identity(self) -> str:
         """A random name of this store, made at the first call: tells two stores apart, wherever they lie."""
         self.put_if_absent(layout.store_id_key(), uuid.uuid4().hex.encode())

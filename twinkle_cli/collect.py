@@ -11,10 +11,12 @@ from storage.artifact import ArtifactRecord, ArtifactRef
 from storage.lease import read_lease
 from storage.store import ObjectInfo, Store, open_store
 from twinkle_cli.artifacts import created, scan, size_text
+from twinkle_core.checkpoint.manifest import read_head
 
 Identity = tuple[str, str]
 """(stage, key)."""
 HOUR = 3600.0
+HEAD = "HEAD"
 ABANDONED_HOURS = 14 * 24.0
 """A run that has neither ended nor used anything for this long is no longer in progress."""
 
@@ -91,10 +93,12 @@ def make_plan(
     *,
     keep_last: int,
     oldest_unfinished: float,
+    listed: Collection[tuple[str, str, str]] = (),
 ) -> Plan:
     """What may go. `objects` are all data files and checkpoint heads; record-less ones newer than `oldest_unfinished` (unix seconds) stay.
 
-    A live computation that no run has named may read any record, and an unreadable record may name any: then all records stay.
+    `listed` are the checkpoints that heads name, as (stage, key, attempt). A live computation that no run has named may read any
+    record, and an unreadable record may name any: then all records stay.
     """
     by_identity = {(record.stage, record.key): record for record in records}
     published = {identity for identity in by_identity if identity[0] == "publish"}
@@ -117,7 +121,8 @@ def make_plan(
     going: list[ObjectInfo] = []
     for (stage, key, attempt), infos in sorted(groups.items()):
         abandoned = max(info.modified for info in infos) < oldest_unfinished
-        if _may_go(by_identity.get((stage, key)), (stage, key) in stays, stage, attempt, abandoned):
+        in_head = attempt == HEAD or (stage, key, attempt) in listed or (stage, key) in unreadable
+        if _may_go(by_identity.get((stage, key)), (stage, key) in stays, attempt, in_head, abandoned):
             going += infos
     return Plan(records=doomed, objects=going, num_kept=len(by_identity) - len(doomed), held_back=held_back)
 
@@ -125,28 +130,43 @@ def make_plan(
 def _place(key: str) -> tuple[str, str, str]:
     """(stage, key, attempt) of a data file; a checkpoint's head is its training's attempt 'HEAD'."""
     parts = key.split("/")
-    return (parts[1], parts[2], parts[3]) if parts[0] == layout.all_data_prefix() else ("train", parts[1], "HEAD")
+    return (parts[1], parts[2], parts[3]) if parts[0] == layout.all_data_prefix() else ("train", parts[1], HEAD)
 
 
-def _may_go(record: ArtifactRecord | None, kept: bool, stage: str, attempt: str, abandoned: bool) -> bool:
-    """Whether one attempt's files may go: those of a deleted record, and old ones that no record names."""
+def _may_go(record: ArtifactRecord | None, kept: bool, attempt: str, in_head: bool, abandoned: bool) -> bool:
+    """Whether one attempt's files may go: those of a deleted record, and old ones that neither record nor head names."""
     if record is not None and not kept:
         return True
-    if kept and (record is None or attempt == record.attempt or stage == "train"):
-        return False  # a kept training keeps its chain of checkpoints: its own code thins it out
+    if kept and (record is None or attempt == record.attempt or in_head):
+        return False
     return abandoned
+
+
+def listed_checkpoints(store: Store, heads: Iterable[ObjectInfo]) -> tuple[set[tuple[str, str, str]], set[Identity]]:
+    """(stage, key, attempt) of each checkpoint that a head names, which a damaged last one falls back to; trainings with a broken head."""
+    listed, broken = set(), set()
+    for info in heads:
+        train_key = info.key.split("/")[1]
+        try:
+            listed |= {_place(line.manifest) for line in read_head(store, train_key)[0].checkpoints}
+        except (ValueError, KeyError, TypeError):
+            broken.add(("train", train_key))
+    return listed, broken
 
 
 def collect(store_url: str, *, keep_last: int, min_age_hours: float, dry_run: bool, now: float, say: Callable[[str], object]) -> Plan:
     """Plans, says what goes and how many bytes, and deletes it unless `dry_run`."""
     store = open_store(store_url)
-    objects = store.list(layout.all_data_prefix()) + store.list(layout.checkpoints_prefix())
+    heads = store.list(layout.checkpoints_prefix())
+    objects = store.list(layout.all_data_prefix()) + heads
     working = busy(store, now)  # before the records: what is committed from here on is not in the listing of files, or is leased
     records, unreadable = scan(store)
     for _, _, problem in unreadable:
         say(f"kept, although unreadable: {problem}")
-    damaged = {(stage, key) for stage, key, _ in unreadable}
-    plan = make_plan(records, damaged, objects, working, keep_last=keep_last, oldest_unfinished=now - min_age_hours * HOUR)
+    listed, broken = listed_checkpoints(store, heads)
+    damaged = {(stage, key) for stage, key, _ in unreadable} | broken
+    oldest_unfinished = now - min_age_hours * HOUR
+    plan = make_plan(records, damaged, objects, working, keep_last=keep_last, oldest_unfinished=oldest_unfinished, listed=listed)
     verb = "would delete" if dry_run else "deleting"
     for record in plan.records:
         say(f"{verb} {record.stage} {record.key[:12]}  {size_text(sum(entry.size for entry in record.files))}")
@@ -155,6 +175,7 @@ def collect(store_url: str, *, keep_last: int, min_age_hours: float, dry_run: bo
             store.delete(layout.record_key(record.stage, record.key))
         for info in plan.objects:
             store.delete(info.key)
+        store.sweep(oldest_unfinished)
     if plan.held_back:
         say(plan.held_back)
     freed = size_text(sum(info.size for info in plan.objects))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from dataclasses import replace
@@ -198,7 +199,11 @@ def gc_command(keep_last: int, min_age_hours: float, dry_run: bool, store: str |
     """Delete artifacts. What a release, a kept artifact, a computation or an unfinished run reaches always stays."""
     from twinkle_cli.collect import collect
 
-    collect(_settings(store).store_url, keep_last=keep_last, min_age_hours=min_age_hours, dry_run=dry_run, now=time.time(), say=click.echo)
+    settings, now = _settings(store), time.time()
+    collect(settings.store_url, keep_last=keep_last, min_age_hours=min_age_hours, dry_run=dry_run, now=now, say=click.echo)
+    for work in (settings.cache_dir / "scratch").glob("*"):  # of stages that were killed
+        if not dry_run and work.stat().st_mtime < now - min_age_hours * 3600:
+            shutil.rmtree(work, ignore_errors=True)
 
 
 def _settings(store: str | None) -> Settings:

@@ -6,12 +6,15 @@ from typing import Any
 import pytest
 
 from storage import layout
-from storage.artifact import ArtifactRecord, ArtifactRef, SourceRef, artifact_key, commit_record
+from storage.artifact import ArtifactRecord, ArtifactRef, FileEntry, SourceRef, artifact_key, commit_record
+from storage.fingerprint import digest_bytes
 from storage.lease import Holder, acquire
 from storage.store import Store, open_store
 from storage.transfer import upload_folder
 from twinkle_cli import artifacts
 from twinkle_cli.collect import ABANDONED_HOURS, HOUR, collect
+from twinkle_core.checkpoint.manifest import Attempt, Head, TrainerState
+from twinkle_core.checkpoint.retain import keep_policy
 from twinkle_core.errors import ConfigError
 
 
@@ -124,7 +127,7 @@ def test_gc_keeps_the_files_of_a_live_computation_and_what_its_run_has_named(she
     made = chain(shelf)
     key = "e" * 64
     part = shelf.leftover("train", key, "step-000000001-e1")
-    shelf.store.put(layout.head_key(key), b"{}")
+    shelf.store.put(layout.head_key(key), Head(epoch=1).to_json())
     for stage, named in (("encode", made[1].key), ("train", key)):
         shelf.store.put(layout.run_use_key("run-1", stage, named), b"")
     lease = acquire(shelf.store, layout.lease_key("train", key), Holder.here())
@@ -160,13 +163,11 @@ def test_gc_deletes_unfinished_work_only_when_it_is_old(shelf: Shelf) -> None:
     (made,) = chain(shelf)[2:]
     other_attempt = shelf.leftover("encode", chain(shelf)[1].key, "dead")
     no_record = shelf.leftover("pack", "c" * 64, "dead")
-    checkpoint = shelf.leftover("train", made.key, "step-000000001-e1")
     shelf.collect(9)
-    assert all(shelf.store.exists(name) for name in (other_attempt, no_record, checkpoint))
+    assert all(shelf.store.exists(name) for name in (other_attempt, no_record))
     shelf.collect(9, later_hours=25)
     assert not shelf.store.exists(other_attempt)
     assert not shelf.store.exists(no_record)
-    assert shelf.store.exists(checkpoint), "a kept training keeps its checkpoints"
     assert shelf.there(made) == [True]
 
 
@@ -185,6 +186,43 @@ def test_gc_deletes_no_finished_artifact_while_a_record_cannot_be_read(shelf: Sh
     said = shelf.collect(0, later_hours=1000)
     assert shelf.there(*released) == [True] * 3, "the release may be made of them"
     assert any("cannot be read" in line for line in said)
+
+
+def test_gc_deletes_checkpoints_that_no_head_names_and_keeps_those_that_one_does(shelf: Shelf) -> None:
+    trained = chain(shelf)[2]
+    attempt = Attempt.begin(shelf.store, trained.key)
+    files = []
+    for step in (2, 4):
+        shelf.store.put(f"{attempt.prefix(step)}/w.bin", b"w")
+        files.append(f"{attempt.prefix(step)}/w.bin")
+        entry = FileEntry(path="w.bin", size=1, sha256=digest_bytes(b"w"))
+        attempt.commit(step=step, files=(entry,), state=TrainerState(cur_step=step), keep=keep_policy(keep_last=5))
+    orphan = shelf.leftover("train", trained.key, "step-000000006-e1")
+    shelf.collect(5)
+    assert shelf.store.exists(orphan), "it may still be written"
+    shelf.collect(5, later_hours=25)
+    assert not shelf.store.exists(orphan)
+    assert [shelf.store.exists(name) for name in files] == [True, True]
+    assert shelf.there(trained) == [True]
+
+
+def test_gc_keeps_all_of_a_training_whose_head_is_broken(shelf: Shelf) -> None:
+    trained = chain(shelf)[2]
+    checkpoint = shelf.leftover("train", trained.key, "step-000000002-e1")
+    shelf.store.put(layout.head_key(trained.key), b"{}")
+    shelf.collect(0, later_hours=1000)
+    assert shelf.store.exists(checkpoint)
+    assert shelf.there(trained) == [True]
+
+
+def test_gc_sweeps_what_a_killed_upload_left(shelf: Shelf) -> None:
+    chain(shelf)
+    left = Path(shelf.url) / ".tmp" / "deadbeef"
+    left.write_bytes(b"half")
+    shelf.collect(5)
+    assert left.exists()
+    shelf.collect(5, later_hours=25)
+    assert not left.exists()
 
 
 def test_a_key_is_found_by_its_first_letters(shelf: Shelf) -> None:
