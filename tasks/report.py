@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
 import time
 from collections.abc import Callable
@@ -71,7 +72,8 @@ def report_task(
     result = run_step(context, wanted_report(publish, before, after, checkpoint), compute=compute, say=say)
     _show_in_prefect(context, result)
     # Beside the run: MLflow may be away for minutes. Cut off at the end of the process, it is sent by the next run.
-    sender = threading.Thread(target=_send_to_mlflow, args=(context, result, checkpoint.key, say), name="mlflow-report", daemon=True)
+    in_context = contextvars.copy_context().run  # carries the run's log
+    sender = threading.Thread(target=in_context, args=(_send_to_mlflow, context, result, checkpoint.key, say), daemon=True)
     sender.start()
     sender.join(SEND_SECONDS)
     return ended(result)

@@ -21,7 +21,7 @@ from storage.store import Store, open_store
 from tasks.track import EXPERIMENT
 from tests.architecture.sources import ROOT
 from tests.end_to_end.conftest import computed, in_home, run_flow, values
-from twinkle_core.tracking.mlflow import KEY_TAG, client
+from twinkle_core.tracking.mlflow import KEY_TAG, STORE_TAG, client
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 COMMAND = [sys.executable, "-c", "from twinkle_cli.main import main; main()", "run", "sft"]
@@ -96,7 +96,9 @@ def test_the_next_run_of_anything_ends_what_died_before_it_in_mlflow(copy_of: Ca
     home = copy_of()
     api = client(f"sqlite:///{home}/mlflow.db")
     experiment = api.get_experiment_by_name(EXPERIMENT)
-    dead = api.create_run(experiment.experiment_id, tags={KEY_TAG: "0" * 64}).info.run_id
+    dead = api.create_run(
+        experiment.experiment_id, tags={KEY_TAG: "0" * 64, STORE_TAG: open_store(str(home / "store")).identity()}
+    ).info.run_id
     assert api.get_run(dead).info.status == "RUNNING"
     with in_home(home):
         run_flow(values(rows, tiny_llama))

@@ -9,6 +9,7 @@ functions: it takes over a second.
 
 from __future__ import annotations
 
+import contextvars
 import os
 import queue
 import threading
@@ -61,7 +62,8 @@ class MlflowTracker:
         self._identity, self._params, self._tags, self._warn, self._retry_seconds = identity, params, tags, warn, retry_seconds
         self._rows: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="mlflow-tracker", daemon=True)
+        run = contextvars.copy_context().run  # carries whatever `warn` logs to
+        self._thread = threading.Thread(target=run, args=(self._work,), name="mlflow-tracker", daemon=True)
         self.run_id: str | None = None
         self._is_current: Callable[[], bool] = lambda: True
         self._thread.start()
@@ -88,7 +90,7 @@ class MlflowTracker:
         if self._thread.is_alive() or self.run_id is None:
             self._stop.set()
             self._warn(
-                f"MLflow at {self._identity.uri} is away; the curve is kept in the checkpoint and sent by the next run or `twinkle reap`"
+                f"MLflow at {self._identity.uri} is away; the curve is kept in the checkpoint; the next run or `twinkle reap` sends it"
             )
             return False
         try:
