@@ -89,9 +89,7 @@ class MlflowTracker:
         self._thread.join(timeout_seconds)
         if self._thread.is_alive() or self.run_id is None:
             self._stop.set()
-            self._warn(
-                f"MLflow at {self._identity.uri} is away; the curve is kept in the checkpoint; the next run or `twinkle reap` sends it"
-            )
+            self._warn(f"MLflow at {self._identity.uri} is away; the curve is kept in the checkpoint and sent by the next run or `reap`")
             return False
         try:
             if not self._is_current():
