@@ -12,7 +12,7 @@
 
     store-id                                          random name of the store
 
-No prefix ends with a slash. Each variable part is one plain name (a release's name may be 'org/name').
+No prefix ends with a slash. Each variable part is one plain name.
 """
 
 from __future__ import annotations
@@ -95,11 +95,6 @@ def checkpoint_manifest_key(prefix: str) -> str:
 
 def releases_prefix() -> str:
     return "releases"
-
-
-def release_prefix(name: str, version: str) -> str:
-    names = "/".join(_name(part, "release name") for part in name.split("/"))
-    return f"{releases_prefix()}/{names}/{_name(version, 'release version')}"
 
 
 def store_id_key() -> str:

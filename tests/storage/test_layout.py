@@ -16,15 +16,14 @@ SPELLED = {
     layout.head_key("abc"): "checkpoints/abc/HEAD.json",
     layout.checkpoint_prefix("abc", 20, 3): "data/train/abc/step-000000020-e3",
     layout.checkpoint_manifest_key("data/train/abc/step-000000020-e3"): "data/train/abc/step-000000020-e3/MANIFEST.json",
-    layout.release_prefix("model", "v1"): "releases/model/v1",
-    layout.release_prefix("org/model", "v1"): "releases/org/model/v1",
+    layout.releases_prefix(): "releases",
     layout.artifacts_prefix(): "records",
     layout.artifacts_prefix("encode"): "records/encode",
 }
 
 
 def test_keys_are_spelled_as_the_page_says_and_are_keys() -> None:
-    assert len(SPELLED) == 11
+    assert len(SPELLED) == 10
     for got, wanted in SPELLED.items():
         assert got == wanted == check_key(got)
 
@@ -45,15 +44,8 @@ def test_steps_list_in_order() -> None:
         lambda bad: layout.run_spec_key(bad),
         lambda bad: layout.head_key(bad),
         lambda bad: layout.checkpoint_prefix(bad, 1, 1),
-        lambda bad: layout.release_prefix("model", bad),
     ],
 )
 def test_no_part_can_leave_its_place(spell: Callable[[str], str], bad: str) -> None:
     with pytest.raises(StorageError, match="cannot be part of a key"):
         spell(bad)
-
-
-def test_a_release_name_cannot_climb() -> None:
-    for bad in ("..", "a/../b", "/a", "a//b"):
-        with pytest.raises(StorageError):
-            layout.release_prefix(bad, "v1")

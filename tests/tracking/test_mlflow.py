@@ -37,7 +37,7 @@ def rows(first: int, last: int, at: float = 1000.0) -> list[dict[str, Any]]:
 
 def track(identity: RunIdentity, history: list[dict[str, Any]], new: list[dict[str, Any]], status: str = "FINISHED") -> MlflowTracker:
     tracker = MlflowTracker(identity, params={"train": {"lr": 1.0, "lora": None}}, tags={"twinkle.flow": "sft"}, warn=print)
-    tracker.resume(history, problems=())
+    tracker.resume(history)
     for row in new:
         tracker.log(row)
     assert tracker.close(status)
@@ -177,7 +177,7 @@ def test_reap_leaves_the_runs_of_another_store_alone(identity: RunIdentity, aban
 def test_an_overtaken_attempt_sends_nothing_and_ends_no_run(identity: RunIdentity) -> None:
     current = [True]
     tracker = MlflowTracker(identity, params={}, tags={}, warn=print, retry_seconds=0.05)
-    tracker.resume([], problems=(), is_current=lambda: current[0])
+    tracker.resume([], is_current=lambda: current[0])
     tracker.log(rows(1, 1)[0])
     deadline = time.monotonic() + 30
     while tracker.run_id is None or len(shown(identity)) < 1:
@@ -193,10 +193,10 @@ def test_an_overtaken_attempt_sends_nothing_and_ends_no_run(identity: RunIdentit
 
 def test_the_next_attempt_of_the_same_process_goes_on_sending(identity: RunIdentity) -> None:
     tracker = MlflowTracker(identity, params={}, tags={}, warn=print, retry_seconds=0.05)
-    tracker.resume([], problems=(), is_current=lambda: False)
+    tracker.resume([], is_current=lambda: False)
     tracker.log(rows(1, 1)[0])
     time.sleep(0.2)
-    tracker.resume(rows(1, 1), problems=(), is_current=lambda: True)
+    tracker.resume(rows(1, 1), is_current=lambda: True)
     for row in rows(2, 3):
         tracker.log(row)
     assert tracker.close("FINISHED")

@@ -68,9 +68,7 @@ class MlflowTracker:
         self._is_current: Callable[[], bool] = lambda: True
         self._thread.start()
 
-    def resume(
-        self, history: Iterable[dict[str, Any]], *, problems: tuple[str, ...], is_current: Callable[[], bool] = lambda: True
-    ) -> None:
+    def resume(self, history: Iterable[dict[str, Any]], *, is_current: Callable[[], bool] = lambda: True) -> None:
         """Hands over the rows up to the checkpoint; those MLflow lacks are filled in. While `is_current` is false nothing is sent."""
         self._is_current = is_current
         rows = list(history)

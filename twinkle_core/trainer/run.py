@@ -28,7 +28,7 @@ ADAPTER = "default"
 class Tracker(Protocol):
     """Where metric rows go while training runs. Neither method may raise or block."""
 
-    def resume(self, history: sft.History, *, problems: tuple[str, ...], is_current: Callable[[], bool]) -> None: ...
+    def resume(self, history: sft.History, *, is_current: Callable[[], bool]) -> None: ...
 
     def log(self, row: dict[str, object]) -> None: ...
 
@@ -91,7 +91,7 @@ def _run_attempt(job: SFTJob, attempt: Attempt, tracker: Tracker, progress: Prog
             history = read_history(attempt.store.get(f"{found.manifest.prefix}/history.jsonl"))
             loader.resume_from_checkpoint(state.consumed_train_samples)
             say(f"resuming after step {state.cur_step} ({state.consumed_train_samples} rows consumed)")
-        tracker.resume(history, problems=found.problems, is_current=attempt.is_current)
+        tracker.resume(history, is_current=attempt.is_current)
         keep = keep_policy(keep_last=job.checkpoint.keep_last, keep_every=job.checkpoint.keep_every)
         checkpointer = Checkpointer(attempt, model, save_every=job.checkpoint.save_every, keep=keep)
         return sft.train(
