@@ -8,11 +8,12 @@ from typing import Any
 
 from prefect import flow
 
+from flows.params import FLOWS
 from flows.recipes.demo import recipe as demo_recipe
 
 POOL = "twinkle"
 DEPLOYMENT = "local"
-ENTRYPOINTS = {"sft": "flows/sft.py:sft"}
+ENTRYPOINTS = {"sft": "flows/sft.py:sft", "prepare": "flows/prepare.py:prepare"}
 
 
 def register() -> list[str]:
@@ -25,7 +26,7 @@ def register() -> list[str]:
     names = []
     for name, entrypoint in ENTRYPOINTS.items():
         loaded: Any = flow.from_source(source=root, entrypoint=entrypoint)
-        form = {"params": demo_recipe()}
+        form = {"params": {key: value for key, value in demo_recipe().items() if key in FLOWS[name].model_fields}}
         deployment = loaded.to_deployment(name=DEPLOYMENT, work_pool_name=POOL, parameters=form)
         with warnings.catch_warnings():
             # Prefect 3.9 keeps users' schedules for an empty list and deletes them when it is left out; it warns of a change.

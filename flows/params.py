@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 from pydantic import model_validator
 
 from twinkle_core.config import (
@@ -22,29 +24,46 @@ from twinkle_core.config import (
 )
 
 
-class SFTParams(Config):
-    """Supervised fine-tuning: from rows to a published model."""
+class PrepareParams(Config):
+    """Data only: from rows to shards that a training can read."""
 
     model: ModelConfig = recipe(doc="The base model.")
     data: DataConfig = recipe(doc="What is learnt from, and what is kept for evaluation.")
     template: TemplateConfig = recipe(TemplateConfig(), "How a conversation becomes tokens and labels.")
     packing: PackingConfig = recipe(PackingConfig(), "How documents fill rows.")
     shard: ShardConfig = recipe(ShardConfig(), "How rows are cut into files.")
-    train: TrainConfig = recipe(TrainConfig(), "Optimizer, adapter and schedule.")
-    export: ExportConfig = recipe(ExportConfig(), "The model folder that is published.")
-    evaluate: EvaluateConfig = recipe(EvaluateConfig(), "What is measured on held-out rows, before and after.")
-    publish: PublishConfig = recipe(PublishConfig(), "Where the model goes, and what the report must show for that.")
-    checkpoint: CheckpointConfig = resource(CheckpointConfig(), "When training is saved, and what is kept.")
-    resources: ResourcesConfig = resource(ResourcesConfig(), "Where it runs.")
 
     @model_validator(mode="after")
-    def longest_document_fits_a_row(self) -> SFTParams:
+    def longest_document_fits_a_row(self) -> Self:
         if self.packing.row_length < self.template.max_length:
             raise ValueError(
                 f"packing.row_length {self.packing.row_length} is less than template.max_length {self.template.max_length}: "
                 f"with truncation '{self.template.truncation}' documents longer than a row remain; raise the first or lower the second"
             )
         return self
+
+    @model_validator(mode="after")
+    def processors_and_their_arguments_go_together(self) -> Self:
+        for index, source in enumerate(self.data.sources):
+            where = f"data.sources.{index}"
+            if source.processor is None and source.processor_args:
+                raise ValueError(f"{where}.processor_args {sorted(source.processor_args)} given, but {where}.processor is null")
+            if source.uri == "builtin://self_cognition" and source.processor is None:
+                raise ValueError(
+                    f"{where}.uri {source.uri} has a name and an author to fill in; set {where}.processor SelfCognitionProcessor"
+                )
+        return self
+
+
+class SFTParams(PrepareParams):
+    """Supervised fine-tuning: from rows to a published model."""
+
+    train: TrainConfig = recipe(TrainConfig(), "Optimizer, adapter and schedule.")
+    export: ExportConfig = recipe(ExportConfig(), "The model folder that is published.")
+    evaluate: EvaluateConfig = recipe(EvaluateConfig(), "What is measured on held-out rows, before and after.")
+    publish: PublishConfig = recipe(PublishConfig(), "Where the model goes, and what the report must show for that.")
+    checkpoint: CheckpointConfig = resource(CheckpointConfig(), "When training is saved, and what is kept.")
+    resources: ResourcesConfig = resource(ResourcesConfig(), "Where it runs.")
 
     @model_validator(mode="after")
     def adapter_export_needs_an_adapter(self) -> SFTParams:
@@ -63,23 +82,11 @@ class SFTParams(Config):
         return self
 
     @model_validator(mode="after")
-    def processors_and_their_arguments_go_together(self) -> SFTParams:
-        for index, source in enumerate(self.data.sources):
-            where = f"data.sources.{index}"
-            if source.processor is None and source.processor_args:
-                raise ValueError(f"{where}.processor_args {sorted(source.processor_args)} given, but {where}.processor is null")
-            if source.uri == "builtin://self_cognition" and source.processor is None:
-                raise ValueError(
-                    f"{where}.uri {source.uri} has a name and an author to fill in; set {where}.processor SelfCognitionProcessor"
-                )
-        return self
-
-    @model_validator(mode="after")
     def ray_address_needs_ray(self) -> SFTParams:
         if self.resources.mode == "local" and self.resources.ray_address is not None:
             raise ValueError(f"resources.ray_address {self.resources.ray_address} is given, but resources.mode is 'local'; use mode 'ray'")
         return self
 
 
-FLOWS: dict[str, type[Config]] = {"sft": SFTParams}
+FLOWS: dict[str, type[PrepareParams]] = {"sft": SFTParams, "prepare": PrepareParams}
 """Each flow's form, by the name that `twinkle run NAME` takes."""

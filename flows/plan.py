@@ -1,11 +1,11 @@
-"""What a run of flow `sft` would do, without doing it: which stages are reused, which computed, and why."""
+"""What a run of a flow would do, without doing it: which stages are reused, which computed, and why."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
 
-from flows.params import SFTParams
+from flows.params import PrepareParams, SFTParams
 from storage.artifact import ArtifactRef
 from tasks.base_model import resolve, weights_ref
 from tasks.context import Context
@@ -54,15 +54,21 @@ class Planner:
         self.lines.append(Planned(stage=label, key=key, reused=False, reason=reason))
 
 
-def plan_sft(context: Context, p: SFTParams) -> list[Planned]:
+DATA_STAGES = ("preprocess", "encode", "pack", "shard")
+TRAINING_STAGES = ("evaluate base", "train", "export", "evaluate", "report", "publish")
+
+
+def plan(context: Context, p: PrepareParams) -> list[Planned]:
     """The stages in order. Nothing is computed, converted or written."""
     planner = Planner(context)
     base = resolve(context, p.model)
     look = planner.look
-    trajectories = look("preprocess", wanted_trajectories(p.data))
+    trajectories = look("preprocess", wanted_trajectories(context, p.data))
     encoded = trajectories and look("encode", wanted_encoded(base, p.template, trajectories))
-    plan = encoded and look("pack", wanted_plan(p.packing, encoded))
-    shards = encoded and plan and look("shard", wanted_shards(p.shard, encoded, plan))
+    packed = encoded and look("pack", wanted_plan(p.packing, encoded))
+    shards = encoded and packed and look("shard", wanted_shards(p.shard, encoded, packed))
+    if not isinstance(p, SFTParams):
+        return _with_the_rest(planner, DATA_STAGES)
     data = trajectories and encoded and HeldOut(template=p.template, trajectories=trajectories, encoded=encoded)
     before = data and look("evaluate base", wanted_evaluation(base, weights_ref(base), p.evaluate, data))
     checkpoint = shards and look("train", wanted_checkpoint(base, p.train, shards))
@@ -71,8 +77,12 @@ def plan_sft(context: Context, p: SFTParams) -> list[Planned]:
     report = before and after and checkpoint and look("report", wanted_report(p.publish, before, after, checkpoint))
     if model and report:
         look("publish", wanted_release(p.publish, model, report))
+    return _with_the_rest(planner, DATA_STAGES + TRAINING_STAGES)
+
+
+def _with_the_rest(planner: Planner, stages: tuple[str, ...]) -> list[Planned]:
     looked_at = {line.stage for line in planner.lines}
-    for label in ("encode", "pack", "shard", "evaluate base", "train", "export", "evaluate", "report", "publish"):
+    for label in stages:
         if label not in looked_at:
             planner.compute(label, "an input of it is computed")
     return planner.lines

@@ -19,6 +19,9 @@ from tasks.publish import outcome, publish_task
 from tasks.report import report_task
 from tasks.shard import shard_task
 from tasks.train_sft import TrainSettings, train_task
+from twinkle_core.types import Kind
+
+LEARNS: tuple[Kind, ...] = ("conversation", "text")
 
 
 def _run_name() -> str:
@@ -34,7 +37,7 @@ def sft(params: SFTParams) -> dict[str, Any]:
     Each task returns the state it ends in (`Completed` or `Reused`), hence `.result()`.
     """
     context, p = begin("sft", params)
-    trajectories = preprocess_task(context, p.data).result()
+    trajectories = preprocess_task(context, p.data, LEARNS).result()
     encoded = encode_task(context, p.model, p.template, trajectories).result()
     plan = pack_task(context, p.packing, encoded).result()
     shards = shard_task(context, p.shard, encoded, plan).result()

@@ -2,6 +2,7 @@
 
     records/<stage>/<key>.json                        the record of an artifact: its existence means done
     data/<stage>/<key>/<attempt>/…                    its files
+    data/<stage>/<key>/<attempt>.parts/<name>.json    of an attempt that others may go on with: a finished file of it
     leases/<stage>/<key>.json                         who computes it now
     runs/<run_id>/spec.json                           the frozen settings of a run
     runs/<run_id>/uses/<stage>/<key>                  an artifact that the run needs: kept until the run has ended
@@ -21,6 +22,7 @@ import re
 
 from storage.errors import StorageError
 
+PARTS_SUFFIX = ".parts"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+-]{0,199}")
 
 
@@ -43,6 +45,16 @@ def record_key(stage: str, key: str) -> str:
 
 def data_prefix(stage: str, key: str, attempt: str) -> str:
     return f"data/{_name(stage, 'stage')}/{_name(key, 'artifact key')}/{_name(attempt, 'attempt')}"
+
+
+def attempts_prefix(stage: str, key: str) -> str:
+    """Where all attempts at an artifact are."""
+    return f"data/{_name(stage, 'stage')}/{_name(key, 'artifact key')}"
+
+
+def part_marker_key(stage: str, key: str, attempt: str, name: str) -> str:
+    """What is known of a finished file of an unfinished attempt. Beside the attempt, not in it: the artifact is without markers."""
+    return f"{data_prefix(stage, key, attempt + PARTS_SUFFIX)}/{_name(name, 'file name')}.json"
 
 
 def all_data_prefix() -> str:

@@ -11,7 +11,7 @@ import random
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, cast
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _CONFLICT_TRIES = 8  # about 6 seconds in all
 _READ_BYTES = 4 << 20
-_ABSENT_CODES = ("NoSuchKey", "404")  # a HEAD has no body and so no code of its own
+_ABSENT_CODES = ("NoSuchKey", "NoSuchUpload", "404")  # a HEAD has no body and so no code of its own
 
 
 class S3Store(Store):
@@ -112,6 +112,18 @@ class S3Store(Store):
         with self._asking(f"look at {key!r}", key):
             found = self._client.head_object(Bucket=self._bucket, Key=self._name(key))
         return cast(BinaryIO, io.BufferedReader(_Ranges(self, key, found["ContentLength"], found["ETag"]), _READ_BYTES))
+
+    def sweep(self, older_than: float) -> int:
+        """Aborts multipart uploads begun before `older_than`: the parts that a killed process sent are kept, and paid for, until then."""
+        swept = 0
+        with self._asking("list unfinished uploads"):
+            pages = self._client.get_paginator("list_multipart_uploads").paginate(Bucket=self._bucket, Prefix=self._prefix)
+            unfinished = [upload for page in pages for upload in page.get("Uploads", []) if upload["Initiated"].timestamp() < older_than]
+        for upload in unfinished:
+            with suppress(NotFoundError), self._asking(f"abort the upload of {upload['Key']!r}", upload["Key"]):
+                self._client.abort_multipart_upload(Bucket=self._bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+                swept += 1
+        return swept
 
     def read_range(self, key: str, start: int, stop: int, version: str) -> bytes:
         """Bytes [start, stop); StorageError when the object is no longer at `version`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from storage.artifact import FileEntry
@@ -13,9 +14,14 @@ from storage.fingerprint import digest_file, folder_files
 from storage.store import Store
 from storage.uri import join, resolve_inside
 
+UPLOAD_THREADS = 4
+"""Files of a folder that are uploaded at a time."""
+
 
 def upload_folder(store: Store, folder: Path, prefix: str, volatile: Collection[str] = ()) -> tuple[FileEntry, ...]:
-    """Uploads every file below `folder`, in order of names. `volatile` names files that no content digest shall depend on.
+    """Uploads every file below `folder`, several at a time; the entries are in order of names.
+
+    `volatile` names files that no content digest shall depend on.
 
     StorageError for a symbolic link, an empty folder, a `volatile` name that is no file, and a file that changed meanwhile.
     """
@@ -27,10 +33,15 @@ def upload_folder(store: Store, folder: Path, prefix: str, volatile: Collection[
         raise StorageError(f"{str(folder)!r} holds no file: nothing to upload to {prefix!r}")
     if unknown := sorted(set(volatile) - set(names)):
         raise StorageError(f"volatile {unknown} are no files of {str(folder)!r}, which holds {names}")
-    return tuple(_upload(store, folder / name, prefix, name, name in volatile) for name in names)
+    pool = ThreadPoolExecutor(UPLOAD_THREADS, thread_name_prefix="upload")
+    try:
+        return tuple(pool.map(lambda name: upload_file(store, folder / name, prefix, name, volatile=name in volatile), names))
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
-def _upload(store: Store, path: Path, prefix: str, name: str, volatile: bool) -> FileEntry:
+def upload_file(store: Store, path: Path, prefix: str, name: str, *, volatile: bool = False) -> FileEntry:
+    """Uploads one file as `prefix`/`name`. StorageError when it changed meanwhile."""
     before = path.stat()
     entry = FileEntry(path=name, size=before.st_size, sha256=digest_file(path), volatile=volatile)
     store.upload(path, join(prefix, name))

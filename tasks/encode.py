@@ -12,11 +12,12 @@ from tasks.artifacts import folder_of
 from tasks.base_model import resolve, tokenizer_ref
 from tasks.console import stage_bar
 from tasks.context import Context
+from tasks.parts import StoredParts
 from tasks.prefect_state import TASK_OPTIONS, ended, say_in_run
 from tasks.step import Produced, Stage, Wanted, run_step
 from twinkle_core.config import ModelConfig, TemplateConfig
 from twinkle_core.hub.resolve import ModelSource
-from twinkle_core.template.base import Template
+from twinkle_core.template import template_class
 from twinkle_core.template.run import VERSION, encode
 
 STAGE = Stage(
@@ -38,10 +39,13 @@ def encode_task(context: Context, model: ModelConfig, template: TemplateConfig, 
     base = resolve(context, model)
     with stage_bar(STAGE.name) as progress:
 
-        def compute(_key: str, work: Path) -> Produced:
-            report = encode(folder_of(context, trajectories), Template(base.materialise(), template), work, progress)
+        def compute(key: str, work: Path) -> Produced:
+            made = template_class(template.name)(base.materialise(), template)
+            with StoredParts(context.store, STAGE.name, key) as parts:
+                report = encode(folder_of(context, trajectories), made, work, progress, parts=parts)
+                stored = parts.stored(work)
             learnt = report["train"]
             headline = f"{learnt['documents']} documents, {learnt['tokens']} tokens, {learnt['supervised_tokens']} supervised"
-            return Produced(summary={"headline": headline} | report)
+            return Produced(summary={"headline": headline} | report, stored=stored)
 
         return ended(run_step(context, wanted_encoded(base, template, trajectories), compute=compute, say=say_in_run()))

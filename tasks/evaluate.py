@@ -27,6 +27,7 @@ STAGE = Stage(
         "twinkle_core.evaluator.held_out_loss",
         "twinkle_core.evaluator.run",
         "twinkle_core.evaluator.scorers",
+        "twinkle_core.sharding.columns",
         "twinkle_core.sharding.reader",
         "twinkle_core.template",
     ),
@@ -91,15 +92,15 @@ def _measure(context: Context, folder: Path, config: EvaluateConfig, data: HeldO
     from twinkle_core.evaluator.run import evaluate_model, source_of
     from twinkle_core.preprocessor.run import read_trajectories
     from twinkle_core.sharding.reader import EncodedDataset
-    from twinkle_core.template.base import Template
+    from twinkle_core.template import template_class
 
     held_out = list(read_trajectories(folder_of(context, data.trajectories) / "held_out.jsonl"))
-    encoded = EncodedDataset(folder_of(context, data.encoded) / "held_out.arrow")
+    encoded = EncodedDataset(folder_of(context, data.encoded), "held_out")
     rows = encoded.rows()
-    template = Template(folder, data.template)
+    template = template_class(data.template.name)(folder, data.template)
     return evaluate_model(
         folder,
-        [held_out[row] for row in rows],
+        [held_out[row] for row in sorted(set(rows))],  # truncation 'split' makes several samples of a row
         [encoded[i] for i in range(len(encoded))],
         config,
         progress,

@@ -16,7 +16,7 @@ from tasks.step import Produced, Stage, Wanted, run_step
 from twinkle_core.config import PackingConfig
 from twinkle_core.packing.run import VERSION, plan
 
-STAGE = Stage(name="pack", version=VERSION, modules=("twinkle_core.packing.best_fit_decreasing", "twinkle_core.packing.run"))
+STAGE = Stage(name="pack", version=VERSION, modules=("twinkle_core.packing",))
 
 
 def wanted_plan(packing: PackingConfig, encoded: ArtifactRef) -> Wanted:
@@ -32,7 +32,7 @@ def pack_task(context: Context, packing: PackingConfig, encoded: ArtifactRef) ->
         def compute(_key: str, work: Path) -> Produced:
             report = plan(folder_of(context, encoded), packing, work, progress)
             return Produced(
-                summary={"headline": f"{report['documents']} documents in {report['rows']} rows, {report['fill']:.1%} full"} | report
+                summary={"headline": f"{report['samples']} samples in {report['rows']} rows, {report['fill']:.1%} full"} | report
             )
 
         return ended(run_step(context, wanted_plan(packing, encoded), compute=compute, say=say_in_run()))

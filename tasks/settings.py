@@ -36,10 +36,13 @@ class Settings:
     """MLflow tracking server; None means the one that `twinkle up` starts on this machine."""
     cache_dir: Path
     """Folder for what can be fetched or converted again: base models, downloaded artifacts."""
+    trusted_code: Path | None = None
+    """Folder whose Python files recipes may name as processors and filters; None allows none."""
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Settings:
-        """Settings from TWINKLE_HOME, TWINKLE_STORE, PREFECT_API_URL and MLFLOW_TRACKING_URI of `environ` (this process's, if None).
+        """Settings from TWINKLE_HOME, TWINKLE_STORE, TWINKLE_TRUSTED_CODE, PREFECT_API_URL and MLFLOW_TRACKING_URI of `environ`
+        (this process's, if None).
 
         Raises `StorageError` for a store address that cannot be read.
         """
@@ -51,11 +54,14 @@ class Settings:
             prefect_api_url=environ.get("PREFECT_API_URL") or None,
             mlflow_uri=environ.get("MLFLOW_TRACKING_URI") or None,
             cache_dir=home / "cache",
+            trusted_code=Path(environ["TWINKLE_TRUSTED_CODE"]).expanduser().absolute() if environ.get("TWINKLE_TRUSTED_CODE") else None,
         )
 
     def environment(self) -> dict[str, str]:
         """The variables with which `from_env` gives these settings in another process."""
         variables = {"TWINKLE_HOME": str(self.home), "TWINKLE_STORE": self.store_url}
+        if self.trusted_code:
+            variables["TWINKLE_TRUSTED_CODE"] = str(self.trusted_code)
         if self.prefect_api_url:
             variables["PREFECT_API_URL"] = self.prefect_api_url
         if self.mlflow_uri:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from prefect import task
 from prefect.states import State
 
 from storage.artifact import ArtifactRef
-from tasks.artifacts import folder_of
+from tasks.artifacts import record_of
 from tasks.base_model import resolve, weights_ref
 from tasks.console import stage_bar
 from tasks.context import Context
@@ -21,9 +22,12 @@ from twinkle_core.config import CheckpointConfig, ModelConfig, ResourcesConfig, 
 from twinkle_core.hub.resolve import ModelSource
 from twinkle_core.types import Progress
 
+if TYPE_CHECKING:
+    from twinkle_core.sharding.reader import PackedDataset
+
 STAGE = Stage(
     name="train",
-    version=1,
+    version=2,
     modules=(
         "twinkle_core.dataloader",
         "twinkle_core.infra.dispatch",
@@ -32,7 +36,10 @@ STAGE = Stage(
         "twinkle_core.model",
         "twinkle_core.processor",
         "twinkle_core.scheduler",
+        "twinkle_core.sharding.cache",
+        "twinkle_core.sharding.columns",
         "twinkle_core.sharding.reader",
+        "twinkle_core.sharding.stored",
         "twinkle_core.trainer",
     ),
 )
@@ -63,7 +70,7 @@ def train(context: Context, settings: TrainSettings, shards: ArtifactRef, *, pro
         job = SFTJob(
             train_key=key,
             model_folder=base.materialise(),
-            shards_folder=folder_of(context, shards),
+            shards=open_shards(context, shards, settings.resources),
             train=settings.train,
             checkpoint=settings.checkpoint,
             resources=settings.resources,
@@ -74,6 +81,16 @@ def train(context: Context, settings: TrainSettings, shards: ArtifactRef, *, pro
         return Produced(stored=(last.prefix.rsplit("/", 1)[-1], last.files), summary={"headline": headline})
 
     return run_step(context, wanted_checkpoint(base, settings.train, shards), compute=compute, say=say)
+
+
+def open_shards(context: Context, ref: ArtifactRef, resources: ResourcesConfig) -> PackedDataset:
+    """The packed rows: in place where the store is local, else through this host's cache of shards."""
+    from twinkle_core.sharding.cache import ShardCache
+    from twinkle_core.sharding.reader import PackedDataset
+
+    record = record_of(context, ref)
+    cache = ShardCache(context.cache / "shards", resources.shard_cache_bytes)
+    return PackedDataset.open(context.store, record.prefix, record.files, cache)
 
 
 @task(name="train", **TASK_OPTIONS)

@@ -179,3 +179,12 @@ def _save_tiny_tokenizer(folder: Path) -> int:
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 512, "chat_template": TINY_TEMPLATE, **names}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
     return int(tokenizer.get_vocab_size())
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Real data sets, which lie beside the checkout on some machines."""
+    folder = Path(__file__).parents[2] / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip("the shared data is not here")
+    return folder

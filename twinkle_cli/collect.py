@@ -121,8 +121,9 @@ def make_plan(
     going: list[ObjectInfo] = []
     for (stage, key, attempt), infos in sorted(groups.items()):
         abandoned = max(info.modified for info in infos) < oldest_unfinished
-        in_head = attempt == HEAD or (stage, key, attempt) in listed or (stage, key) in unreadable
-        if _may_go(by_identity.get((stage, key)), (stage, key) in stays, attempt, in_head, abandoned):
+        needed = attempt == HEAD or (stage, key, attempt) in listed or (stage, key) in unreadable
+        needed = needed or (stage, key) in working.leased  # the computation may go on with a killed one's finished parts, however old
+        if _may_go(by_identity.get((stage, key)), (stage, key) in stays, attempt, needed, abandoned):
             going += infos
     return Plan(records=doomed, objects=going, num_kept=len(by_identity) - len(doomed), held_back=held_back)
 
@@ -133,11 +134,11 @@ def _place(key: str) -> tuple[str, str, str]:
     return (parts[1], parts[2], parts[3]) if parts[0] == layout.all_data_prefix() else ("train", parts[1], HEAD)
 
 
-def _may_go(record: ArtifactRecord | None, kept: bool, attempt: str, in_head: bool, abandoned: bool) -> bool:
-    """Whether one attempt's files may go: those of a deleted record, and old ones that neither record nor head names."""
+def _may_go(record: ArtifactRecord | None, kept: bool, attempt: str, needed: bool, abandoned: bool) -> bool:
+    """Whether one attempt's files may go: those of a deleted record, and old ones that no record, head or computation needs."""
     if record is not None and not kept:
         return True
-    if kept and (record is None or attempt == record.attempt or in_head):
+    if kept and (record is None or attempt == record.attempt or needed):
         return False
     return abandoned
 

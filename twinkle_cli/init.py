@@ -35,6 +35,8 @@ def _field(config: type[Config], name: str, info: FieldInfo, depth: int, example
     indent = "  " * depth
     yield from _comment(f"[{field_mark(config, name)}] {info.description}{_choices(info.annotation)}", indent)
     inner = _config_in(info.annotation)
+    if get_origin(info.annotation) is tuple and inner is not SourceConfig:
+        inner = None  # a list that is empty by default
     if inner is SourceConfig:
         yield f"{indent}{name}:"
         yield from _source(depth + 1, examples)

@@ -60,8 +60,8 @@ def run(
     values = merge(load_recipe(recipe) if recipe else {}, data=data, model=model, name=name, sets=sets)
     from flows import launch
 
-    params = launch.check(flow, values)
     settings = _settings(store)
+    params = launch.check(flow, values, settings.trusted_code)
     if dry_run:
         settings.apply()
         launch.dry_run(flow, params, settings)

@@ -149,8 +149,12 @@ def _with_absolute_paths(values: dict[str, Any]) -> dict[str, Any]:
     data, model, publish = (values.get(group) for group in ("data", "model", "publish"))
     sources = data.get("sources") if isinstance(data, dict) else None
     for source in sources if isinstance(sources, (list, tuple)) else ():
-        if isinstance(source, dict) and _is_local(source.get("uri")):
-            source["uri"] = _absolute(source["uri"])
+        if isinstance(source, dict):
+            uri = source.get("uri")
+            if isinstance(uri, (list, tuple)):
+                source["uri"] = [_absolute(item) if _is_local(item) else item for item in uri]
+            elif _is_local(uri):
+                source["uri"] = _absolute(str(uri))
     if isinstance(model, dict) and _is_local(model.get("source")):
         path = Path(model["source"]).expanduser()
         if path.exists() or model["source"].startswith((".", "/", "~")) or path.suffix == ".gguf":  # else org/name on the hub

@@ -63,27 +63,49 @@ class ModelConfig(Config):
     )
 
 
+class FilterConfig(Config):
+    """Which trajectories are kept: a filter of `twinkle_core.preprocessor`, or a function of the user's."""
+
+    name: str = recipe(doc="Name of a filter, e.g. LengthFilter, or FILE.py:FUNCTION in the folder of trusted code.")
+    args: dict[str, Scalar | tuple[Scalar, ...]] = recipe({}, "Arguments of the filter.")
+
+
 class SourceConfig(Config):
     """One source of rows."""
 
     name: str = recipe(doc="Name of the source in reports and splits.", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
-    uri: str = resource(
-        doc="A .jsonl or .json file, s3://bucket/key, reasoning_gym://NAME?size=…&seed=…, or builtin://self_cognition. "
-        "Its content digest enters the key, not this address."
+    uri: str | tuple[str, ...] = resource(
+        doc="File, list of files, folder or glob (jsonl, json, csv, parquet, arrow, txt; plain, .gz or .zst), local or s3://…; "
+        "hf://org/name@revision?subset=…&split=…, ms://org/name@revision?…; reasoning_gym://NAME?size=…&seed=…; builtin://self_cognition. "
+        "The digest of the content enters the key, not this address."
     )
-    format: Literal["auto", "messages", "alpaca", "sharegpt", "prompt_completion", "query_response"] = recipe(
-        "auto", "Layout of the rows; auto looks at the keys of the first row and says what it found."
+    format: Literal[
+        "auto", "messages", "sharegpt", "alpaca", "prompt_completion", "query_response", "text", "preference", "judged", "prompt",
+        "embedding",
+    ] = recipe("auto", "Layout of the rows; auto looks at the keys of the first row and says what it found.")  # fmt: skip
+    columns: dict[str, str] = recipe({}, "Renames keys of the rows before anything looks at them: {theirs: ours}.")
+    processor: str | None = recipe(
+        None, "Preprocessor applied to each row: a name, e.g. GSM8KProcessor, or FILE.py:FUNCTION in the folder of trusted code."
     )
-    processor: Literal[None, "SelfCognitionProcessor"] = recipe(None, "Preprocessor applied to each row before it is converted.")
     processor_args: dict[str, Scalar] = recipe({}, "Arguments of the preprocessor, e.g. name and author.")
     limit: Annotated[int, Field(ge=1)] | None = recipe(None, "Take only this many rows, from the start.")
     held_out: Annotated[float, Field(ge=0, lt=1)] = recipe(0.1, "Share of the rows kept for evaluation, chosen by content hash.")
+    weight: Annotated[float, Field(gt=0)] = recipe(1.0, "Share of this source in a mix 'weighted', relative to the others.")
 
 
 class DataConfig(Config):
     """What is learnt from, and what is kept for evaluation."""
 
-    sources: tuple[SourceConfig, ...] = recipe(doc="Sources, concatenated in this order.", min_length=1)
+    sources: tuple[SourceConfig, ...] = recipe(doc="Sources, mixed in this order.", min_length=1)
+    filters: tuple[FilterConfig, ...] = recipe((), "Filters that each trajectory has to pass, in this order.")
+    dedup: Literal["none", "exact", "minhash"] = recipe(
+        "none", "Leave out trajectories with the same messages as an earlier one, or nearly the same (MinHash)."
+    )
+    dedup_similarity: float = recipe(0.9, "Jaccard similarity of word 5-grams from which MinHash calls two the same.", gt=0, le=1)
+    mix: Literal["concatenate", "interleave", "weighted"] = recipe(
+        "concatenate",
+        "Order of the sources: one after the other; in turns until all are used; or in turns by weight, until the first is used up.",
+    )
     split_seed: int = recipe(0, "Changes which rows are held out.")
     on_bad_row: Literal["raise", "skip"] = recipe("raise", "A row that cannot be converted ends the run, or is counted and listed.")
 
@@ -96,22 +118,29 @@ class DataConfig(Config):
 
 
 class TemplateConfig(Config):
-    """How a conversation becomes tokens and labels."""
+    """How a trajectory becomes tokens and labels."""
 
+    name: str = recipe("Template", "Template class, e.g. Template or Qwen3_5Template.")
     chat_template: str | None = recipe(None, "Jinja chat template that replaces the tokenizer's own.")
     default_system: str | None = recipe(None, "System message for conversations that have none.")
+    enable_thinking: bool | None = recipe(None, "Handed to the chat template as enable_thinking; null hands nothing.")
     max_length: int = recipe(1024, "Longest document, in tokens.", ge=2)
-    truncation: Literal["raise", "delete", "left", "right"] = recipe(
-        "raise", "For longer documents: end the run, drop and count, or cut a side and count."
+    truncation: Literal["raise", "delete", "left", "right", "split"] = recipe(
+        "raise", "For longer documents: end the run, drop and count, cut a side and count, or cut into several documents."
     )
-    learn: Literal["assistant", "last_turn"] = recipe("assistant", "Which turns carry loss: all of the assistant's, or its last.")
+    learn: Literal["assistant", "last_turn", "all"] = recipe(
+        "assistant", "What carries loss: the assistant's turns, its last turn, or prompts too. A turn's own loss_weight goes before."
+    )
+    on_bad_row: Literal["raise", "skip"] = recipe("raise", "A row that cannot be encoded ends the run, or is counted and listed.")
+    num_proc: Annotated[int, Field(ge=1)] | None = resource(None, "Encoding processes; null takes all cores. Never changes the output.")
 
 
 class PackingConfig(Config):
     """How documents fill rows."""
 
     row_length: int = recipe(1024, "Capacity of a row, in tokens.", ge=2)
-    algorithm: Literal["best_fit_decreasing", "none"] = recipe("best_fit_decreasing", "`none` puts one document into a row.")
+    algorithm: Literal["best_fit_decreasing", "none"] = recipe("best_fit_decreasing", "`none` puts one sample into a row.")
+    window_samples: Annotated[int, Field(ge=1)] | None = recipe(None, "Pack this many samples at a time, as a stream would; null: all.")
 
 
 class ShardConfig(Config):
@@ -143,6 +172,9 @@ class TrainConfig(Config):
     max_grad_norm: float = recipe(1.0, "Gradients are scaled down to this global L2 norm.", gt=0)
     mixed_precision: Literal["no", "bf16"] = recipe("no", "Compute type; parameters that are trained stay float32.")
     shuffle: bool = recipe(True, "Draw a new order of the rows for each epoch.")
+    shuffle_shards: int = recipe(
+        256, "Rows are shuffled among this many shards at a time; shards are drawn at random. Bounds what a remote reader caches.", ge=1
+    )
     seed: int = recipe(42, "Seed of order, adapter initialisation and dropout.", ge=0)
 
     @model_validator(mode="after")
@@ -192,6 +224,7 @@ class ResourcesConfig(Config):
     cpus_per_worker: int = resource(1, "CPU cores and torch threads of a worker.", ge=1)
     gpus_per_worker: float = resource(0, "GPUs of a worker.", ge=0)
     ray_address: str | None = resource(None, "Running Ray cluster; null starts a local one.")
+    shard_cache_bytes: int = resource(32 << 30, "Most disk space of the local cache of remote shards.", ge=1 << 20)
     max_restarts: int = resource(3, "Times a lost worker group is rebuilt inside the task.", ge=0)
     placement_timeout_seconds: float = resource(120.0, "How long to wait for the workers' cores and GPUs.", gt=0)
 

@@ -13,6 +13,7 @@ LONG_MODULES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}
 """'file name' → why it may be longer."""
 LONG_STAGES: dict[str, str] = {
+    "tasks/preprocess.py": "the user's own code is an input too, and whether a flow can learn from the rows is said here",
     "tasks/train_sft.py": "names the packages whose code makes a training's output",
     "tasks/evaluate.py": "two tasks, the base model's and the trained one's, over one computation",
     "tasks/publish.py": "the release, and whether an earlier one still stands",

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
 from storage.artifact import ArtifactRecord, commit_record
@@ -17,10 +16,9 @@ from storage.transfer import upload_folder
 from tasks.settings import Settings
 from tasks.train_sft import TrainSettings
 from tests.chaos.harness import Ending, Result, Scene, result_of, run_victim
-from twinkle_core.config import CheckpointConfig, LoraConfig, ModelConfig, PackingConfig, ResourcesConfig, ShardConfig, TrainConfig
-from twinkle_core.packing.run import plan
-from twinkle_core.sharding.writer import write_shards
-from twinkle_core.types import NoProgress
+from tests.sharding.shard_files import write_folder
+from twinkle_core.config import CheckpointConfig, LoraConfig, ModelConfig, ResourcesConfig, TrainConfig
+from twinkle_core.types import IGNORE, PackedRow
 
 DOCUMENT_TOKENS = 24
 NUM_ROWS = 9
@@ -34,7 +32,7 @@ def scene(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Scene:
     settings = Settings.from_env({"TWINKLE_HOME": str(home)})
     store = open_store(settings.store_url)
     folder = tmp_path_factory.mktemp("shards")
-    write_random_shards(folder, tmp_path_factory.mktemp("encoded"))
+    write_random_shards(folder)
     files = upload_folder(store, folder, data_prefix("shard", "0" * 64, "a1"))
     record = ArtifactRecord(
         stage="shard", version=1, key="0" * 64, attempt="a1", recipe={}, inputs={}, files=files, summary={}, provenance={"created": 0.0}
@@ -75,14 +73,16 @@ def undisturbed(scene: Scene, tmp_path_factory: pytest.TempPathFactory) -> tuple
     return result_of(scene.at(home)), ending
 
 
-def write_random_shards(folder: Path, encoded: Path) -> None:
+def write_random_shards(folder: Path) -> None:
     """`NUM_ROWS` packed rows of two documents each, of random tokens, half of them supervised."""
     rng = np.random.default_rng(0)
-    ids = [rng.integers(5, 200, DOCUMENT_TOKENS).tolist() for _ in range(2 * NUM_ROWS)]
-    labels = [[-100] * (DOCUMENT_TOKENS // 2) + row[DOCUMENT_TOKENS // 2 + 1 :] + [-100] for row in ids]
-    tokens = pa.large_list(pa.int32())
-    table = pa.table({"input_ids": pa.array(ids, tokens), "labels": pa.array(labels, tokens), "row": list(range(len(ids)))})
-    with pa.OSFile(str(encoded / "train.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table)
-    plan(encoded, PackingConfig(row_length=2 * DOCUMENT_TOKENS), encoded, NoProgress())
-    assert write_shards(encoded, encoded, ShardConfig(), folder, NoProgress())["num_rows"] == NUM_ROWS
+    rows = []
+    for number in range(NUM_ROWS):
+        ids = rng.integers(5, 200, 2 * DOCUMENT_TOKENS).astype(np.int32)
+        labels = np.roll(ids, -1)
+        for start in (0, DOCUMENT_TOKENS):
+            labels[start : start + DOCUMENT_TOKENS // 2] = IGNORE
+            labels[start + DOCUMENT_TOKENS - 1] = IGNORE
+        lengths = np.full(2, DOCUMENT_TOKENS, dtype=np.int32)
+        rows.append(PackedRow(input_ids=ids, labels=labels, seq_lens=lengths, sample_ids=np.arange(2) + 2 * number))
+    write_folder(folder, rows, 4096)

@@ -106,7 +106,7 @@ def start_victim(scene: Scene, kill: Kill | None = None) -> tuple[Any, Any]:
 
 
 def _victim(scene: Scene, kill: Kill | None, report: Any) -> None:
-    counter = _Counter(kill)
+    counter = Counter(kill, EVENTS)
     counter.install()
     lines: list[str] = []
     try:
@@ -117,18 +117,18 @@ def _victim(scene: Scene, kill: Kill | None, report: Any) -> None:
     report.send({"num_events": counter.count, "lines": lines})
 
 
-class _Counter:
+class Counter:
     """Counts events over all threads of the process, and kills it at the chosen one."""
 
-    def __init__(self, kill: Kill | None) -> None:
+    def __init__(self, kill: Kill | None, events: tuple[tuple[str, str], ...]) -> None:
         self.count = 0
-        self._kill = kill
+        self._kill, self._events = kill, events
         self._lock = threading.Lock()
 
     def install(self) -> None:
         import importlib
 
-        for path, method in EVENTS:
+        for path, method in self._events:
             module, _, name = path.partition(":")
             owner = importlib.import_module(module)
             owner = getattr(owner, name) if name else owner

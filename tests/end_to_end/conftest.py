@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flows.params import SFTParams
-from flows.plan import plan_sft
+from flows.plan import plan
 from tasks.context import Context, RunSpec
 from tasks.settings import Settings
 
@@ -90,4 +90,4 @@ def computed(home: Path, settings: dict[str, Any]) -> list[str]:
     context = Context(
         settings=Settings.from_env({"TWINKLE_HOME": str(home)}), spec=RunSpec(run_id="plan", flow="sft", params=settings, code={})
     )
-    return [line.stage for line in plan_sft(context, SFTParams.model_validate(settings)) if not line.reused]
+    return [line.stage for line in plan(context, SFTParams.model_validate(settings)) if not line.reused]

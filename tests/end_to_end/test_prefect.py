@@ -120,7 +120,7 @@ def scene(prefect_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
             patch.setenv("PREFECT_WORKER_QUERY_SECONDS", "1")
             settings = services.up(given, timeout_seconds=120)
         assert services.running(settings).keys() == {"mlflow", "worker"}
-        assert register() == ["sft/local"]
+        assert register() == ["sft/local", "prepare/local"]
         yield Scene(settings=settings, api=Api(prefect_server))
     finally:
         services.down(given)

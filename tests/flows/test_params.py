@@ -85,7 +85,7 @@ def resource_paths(config: type[Config], values: Config, prefix: str = "") -> li
     return paths
 
 
-OTHER = {"mode": "local", "ray_address": "ray://there:1", "keep_every": 7, "source": "elsewhere", "uri": "elsewhere.jsonl"}
+OTHER = {"mode": "local", "ray_address": "ray://there:1", "keep_every": 7, "source": "elsewhere", "uri": "elsewhere.jsonl", "num_proc": 3}
 
 
 def test_no_resource_changes_the_recipe() -> None:

@@ -12,7 +12,7 @@ def test_defaults_lie_in_the_home_of_the_user(monkeypatch: pytest.MonkeyPatch, t
     assert settings.home == tmp_path / ".twinkle"
     assert settings.store_url == f"file://{tmp_path}/.twinkle/store"
     assert settings.cache_dir == tmp_path / ".twinkle" / "cache"
-    assert (settings.prefect_api_url, settings.mlflow_uri) == (None, None)
+    assert (settings.prefect_api_url, settings.mlflow_uri, settings.trusted_code) == (None, None, None)
 
 
 def test_relative_places_are_fixed_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -30,12 +30,14 @@ def test_another_process_gets_the_same_settings_and_no_telemetry(monkeypatch: py
         {
             "TWINKLE_HOME": str(tmp_path),
             "TWINKLE_STORE": "s3://bucket/a",
+            "TWINKLE_TRUSTED_CODE": str(tmp_path / "code"),
             "PREFECT_API_URL": "http://p/api",
             "MLFLOW_TRACKING_URI": "http://m",
         }
     )
     child = child_environment(settings, {"EXTRA": "1"})
     assert Settings.from_env(child) == settings
+    assert settings.trusted_code == tmp_path / "code"
     assert child["EXTRA"] == "1"
     assert child.items() >= QUIET.items()
 

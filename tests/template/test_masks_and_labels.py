@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,15 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.template import kinds
 from twinkle_core.config import TemplateConfig
 from twinkle_core.errors import ConfigError, DataError
 from twinkle_core.template import Template, tokenizer_digest
 from twinkle_core.types import IGNORE, EncodedSample, Trajectory
-
-_spec = importlib.util.spec_from_file_location("template_kinds", Path(__file__).parent / "conftest.py")
-assert _spec is not None and _spec.loader is not None
-kinds = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(kinds)
 
 Folder = Callable[[str], Path]
 TWO_TURNS = [
@@ -106,8 +101,8 @@ def test_a_turn_whose_calls_the_template_does_not_print_is_not_learnt_and_is_rep
     template = Template(tokenizer_folder(kinds.CHATML))
     outcome = template.outcomes([conversation(CALLS)])[0]
     assert outcome.unprinted_tools
-    assert outcome.sample is not None
-    assert learnt(template, outcome.sample) == ["Both read.<|im_end|>"]
+    (sample,) = outcome.samples
+    assert learnt(template, sample) == ["Both read.<|im_end|>"]
     assert not template.outcomes([conversation(TWO_TURNS)])[0].unprinted_tools
 
 
@@ -171,12 +166,12 @@ def test_truncation_follows_its_rule_and_counts(tokenizer_folder: Folder) -> Non
         Template(folder, max_length=limit).encode(conversation(TWO_TURNS))
     for rule, kept in (("left", whole[3:]), ("right", whole[:-3])):
         outcome = Template(folder, max_length=limit, truncation_strategy=rule).outcomes([conversation(TWO_TURNS)])[0]
-        assert outcome.sample is not None
-        assert outcome.sample.input_ids.tolist() == kept.tolist()
-        assert outcome.sample.labels[-1] == IGNORE
-        assert outcome.num_tokens == len(whole)
+        (sample,) = outcome.samples
+        assert sample.input_ids.tolist() == kept.tolist()
+        assert sample.labels[-1] == IGNORE
+        assert (outcome.num_tokens, outcome.truncated_tokens) == (len(whole), 3)
     dropped = Template(folder, max_length=limit, truncation_strategy="delete").outcomes([conversation(TWO_TURNS)])[0]
-    assert (dropped.sample, dropped.dropped) == (None, "too_long")
+    assert (dropped.samples, dropped.dropped) == ((), "too_long")
 
 
 def test_truncation_that_removes_every_label_stops(tokenizer_folder: Folder) -> None:
@@ -187,7 +182,7 @@ def test_truncation_that_removes_every_label_stops(tokenizer_folder: Folder) -> 
 
 def test_unknown_settings_and_folders_are_refused(tokenizer_folder: Folder, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="truncation"):
-        Template(tokenizer_folder(kinds.CHATML), truncation_strategy="split")
+        Template(tokenizer_folder(kinds.CHATML), truncation_strategy="middle")
     with pytest.raises(ConfigError, match="not both|single settings"):
         Template(tokenizer_folder(kinds.CHATML), TemplateConfig(), max_length=9)
     with pytest.raises(ConfigError, match="no folder"):

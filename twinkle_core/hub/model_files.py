@@ -22,6 +22,7 @@ TOKENIZER_FILES = (
     "*.model",  # SentencePiece: tokenizer.model, spiece.model, sentencepiece.bpe.model
     "*.tiktoken",
     "chat_template*",
+    "preprocessor_config.json",  # how images become pixels, of models that take them
 )
 LEFT_OUT = ("consolidated*", "adapter_model.safetensors")
 """Weights in another layout, beside those that transformers loads."""

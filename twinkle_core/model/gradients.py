@@ -17,28 +17,28 @@ class GradientBucket:
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         owned = list(parameters)
         self.flat = torch.zeros(sum(p.numel() for p in owned), dtype=torch.float32, device=owned[0].device)
-        self.num_loss_tokens = 0
-        """Supervised tokens whose losses this worker has summed since the last step."""
+        self.loss_weight = 0.0
+        """Weights of the supervised tokens whose losses this worker has summed since the last step; 1 each without weights."""
         start = 0
         for parameter in owned:
             parameter.grad = self.flat[start : start + parameter.numel()].view(parameter.shape)
             start += parameter.numel()
 
-    def reduce(self, world_size: int) -> int:
-        """Sums gradients over workers. Gives the number of supervised tokens of the global batch."""
+    def reduce(self, world_size: int) -> float:
+        """Sums gradients over workers. Gives the loss weight of the global batch."""
         if world_size == 1:
-            return self.num_loss_tokens
-        count = torch.tensor(self.num_loss_tokens, dtype=torch.int64, device=self.flat.device)
-        dist.all_reduce(count)
+            return self.loss_weight
+        weight = torch.tensor(self.loss_weight, dtype=torch.float64, device=self.flat.device)
+        dist.all_reduce(weight)
         dist.all_reduce(self.flat)
-        return int(count)
+        return float(weight)
 
-    def normalise_and_clip(self, num_loss_tokens: int, max_norm: float) -> float:
-        """Divides by the token count and scales down to `max_norm`. Gives the L2 norm in between."""
-        norm = float(torch.linalg.vector_norm(self.flat)) / num_loss_tokens
-        self.flat.mul_(min(1.0, max_norm / (norm + 1e-6)) / num_loss_tokens)
+    def normalise_and_clip(self, loss_weight: float, max_norm: float) -> float:
+        """Divides by the weight of the batch and scales down to `max_norm`. Gives the L2 norm in between."""
+        norm = float(torch.linalg.vector_norm(self.flat)) / loss_weight
+        self.flat.mul_(min(1.0, max_norm / (norm + 1e-6)) / loss_weight)
         return norm
 
     def zero(self) -> None:
         self.flat.zero_()
-        self.num_loss_tokens = 0
+        self.loss_weight = 0.0

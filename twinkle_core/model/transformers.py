@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from twinkle_core.dataset.input_feature import InputFeature, encoded_sample
 from twinkle_core.errors import ConfigError, DamagedError
 from twinkle_core.infra.group import WorkerGroup
 from twinkle_core.types import EncodedSample, PackedRow, StepOutput
@@ -77,7 +78,9 @@ class TransformersModel:
         """Learning rate over optimizer steps; see `twinkle_core.scheduler` for the names."""
         self._group.call("set_lr_scheduler", scheduler_cls, num_training_steps, num_warmup_steps)
 
-    def forward_backward(self, inputs: Sequence[Row], *, micro_batch_size: int = 1, seed: tuple[int, ...] | None = None) -> StepOutput:
+    def forward_backward(
+        self, inputs: Sequence[Row | InputFeature], *, micro_batch_size: int = 1, seed: tuple[int, ...] | None = None
+    ) -> StepOutput:
         """Adds the gradient of the summed token losses of `inputs`, in micro-batches of `micro_batch_size` consecutive rows.
 
         Micro-batches are numbered from the last optimizer step on, over all calls; number i draws its dropout from
@@ -85,10 +88,10 @@ class TransformersModel:
         Raises `TrainingError` naming the step when a loss is not finite or GPU memory is exhausted.
         """
         micro_batches = list(enumerate(_micro_batches(inputs, micro_batch_size)))
-        loss_sum, num_loss_tokens = self._group.call(
+        loss_sum, num_loss_tokens, loss_weight = self._group.call(
             "forward_backward", micro_batches, len(micro_batches), seed, dispatch="round_robin", collect="sum"
         )
-        return StepOutput(loss_sum=loss_sum, num_loss_tokens=num_loss_tokens)
+        return StepOutput(loss_sum=loss_sum, num_loss_tokens=num_loss_tokens, loss_weight=loss_weight)
 
     def clip_grad_and_step(self, max_grad_norm: float = 1.0) -> float:
         """One optimizer step over everything accumulated. Gives the global gradient norm before clipping.
@@ -99,7 +102,7 @@ class TransformersModel:
         result: float = self._group.call("clip_grad_and_step", max_grad_norm, collect="first")
         return result
 
-    def forward_only(self, inputs: Sequence[Row], *, micro_batch_size: int = 1) -> list[dict[str, float]]:
+    def forward_only(self, inputs: Sequence[Row | InputFeature], *, micro_batch_size: int = 1) -> list[dict[str, float]]:
         """For each row, in order: `loss_sum` in nats, `num_loss_tokens`, `num_correct` (greedy next token right). No dropout."""
         micro_batches = _micro_batches(inputs, micro_batch_size)
         result: list[dict[str, float]] = self._group.call("forward_only", micro_batches, dispatch="slice", collect="flatten")
@@ -164,9 +167,10 @@ class TransformersModel:
         self._group.shutdown()
 
 
-def _micro_batches(inputs: Sequence[Row], size: int) -> list[list[Any]]:
+def _micro_batches(inputs: Sequence[Row | InputFeature], size: int) -> list[list[Any]]:
     if size < 1:
         raise ConfigError(f"micro_batch_size is {size}; at least 1 is needed")
     if not inputs:
         raise ConfigError("no rows were given")
-    return [list(inputs[start : start + size]) for start in range(0, len(inputs), size)]
+    rows = [encoded_sample(row) if isinstance(row, dict) else row for row in inputs]
+    return [rows[start : start + size] for start in range(0, len(rows), size)]

@@ -86,43 +86,45 @@ class TransformersWorker:
 
     def forward_backward(
         self, micro_batches: Sequence[tuple[int, Sequence[Row]]], num_micro_batches: int, seed: tuple[int, ...] | None
-    ) -> tuple[float, int]:
-        """Loss sum and supervised tokens of this worker's micro-batches, each given with its number within the call."""
+    ) -> tuple[float, int, float]:
+        """Loss sum, supervised tokens and their weight over this worker's micro-batches, each given with its number within the call."""
         self._ready()
         parts = seed if seed is not None else (self._seed, self._step)
         losses: dict[int, torch.Tensor] = {}
-        num_loss_tokens = 0
+        num_loss_tokens, loss_weight = 0, 0.0
         for position, rows in micro_batches:
             index = self._num_micro_batches + position
             torch.manual_seed(derive_seed(*parts, index))
             try:
-                logits, labels = self._supervised_logits(rows)
+                logits, labels, weights = self._supervised_logits(rows)
                 if len(labels):
-                    loss_sum = token_losses(logits, labels).sum()
+                    token_loss = token_losses(logits, labels)
+                    loss_sum = token_loss.sum() if weights is None else (token_loss * weights).sum()
                     loss_sum.backward()  # type: ignore[no-untyped-call]
                     losses[index] = loss_sum.detach()
             except torch.OutOfMemoryError as error:
                 place = f"micro-batch {index} of optimizer step {self._step + 1}"
                 raise TrainingError(f"out of GPU memory in {place}: use a smaller micro_batch_size or row_length") from error
             num_loss_tokens += len(labels)
+            loss_weight += math.fsum(row.loss_weight for row in rows)
         self._num_micro_batches += num_micro_batches
-        self._gradients.num_loss_tokens += num_loss_tokens
+        self._gradients.loss_weight += loss_weight
         values = torch.stack(list(losses.values())).tolist() if losses else []
         for index, value in zip(losses, values, strict=True):
             if not math.isfinite(value):
                 place = f"at optimizer step {self._step + 1}"
                 raise TrainingError(f"loss of micro-batch {index} is {value} {place}; look at its rows and the learning rate")
-        return math.fsum(values), num_loss_tokens
+        return math.fsum(values), num_loss_tokens, loss_weight
 
     def clip_grad_and_step(self, max_grad_norm: float) -> float:
         optimizer, step = self._ready(), self._step + 1
         if self._schedule is not None and self._step >= self._schedule.num_training_steps:
             raise TrainingError(f"optimizer step {step} is past the schedule's num_training_steps={self._schedule.num_training_steps}")
-        num_loss_tokens = self._gradients.reduce(self.world_size)
-        if num_loss_tokens == 0:
+        loss_weight = self._gradients.reduce(self.world_size)
+        if loss_weight == 0:
             why = f"every label is {IGNORE}, or forward_backward was not called"
             raise TrainingError(f"no supervised token before optimizer step {step}: {why}")
-        norm = self._gradients.normalise_and_clip(num_loss_tokens, max_grad_norm)
+        norm = self._gradients.normalise_and_clip(loss_weight, max_grad_norm)
         if not math.isfinite(norm):
             raise TrainingError(f"gradient norm is {norm} at optimizer step {step}; look at the rows and the learning rate")
         optimizer.step(self.get_lr())
@@ -141,7 +143,7 @@ class TransformersWorker:
 
     def _score(self, rows: Sequence[Row]) -> list[dict[str, float]]:
         counts = [row.num_loss_tokens for row in rows]
-        logits, labels = self._supervised_logits(rows)
+        logits, labels, _ = self._supervised_logits(rows)
         losses = token_losses(logits, labels) if len(labels) else torch.zeros(0)
         correct = logits.argmax(dim=-1) == labels
         return [
@@ -149,13 +151,13 @@ class TransformersWorker:
             for loss, right, count in zip(losses.split(counts), correct.split(counts), counts, strict=True)
         ]
 
-    def _supervised_logits(self, rows: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits [S, V] and labels [S] of the supervised tokens of `rows`, flattened into one row."""
+    def _supervised_logits(self, rows: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Logits [S, V], labels [S] and, where some row has them, loss weights [S] of the supervised tokens of `rows`, in one row."""
         batch = self._processor.collate(rows)
         labels = batch["labels"][0]
         positions = (labels != IGNORE).nonzero()[:, 0]
         if not len(positions):
-            return torch.zeros(0, 1), labels[positions]
+            return torch.zeros(0, 1), labels[positions], None
         positions = positions.to(self.device)
         with self._autocast():
             output = self.model(
@@ -165,7 +167,8 @@ class TransformersWorker:
                 logits_to_keep=positions,
                 use_cache=False,
             )
-        return output.logits[0], labels.to(self.device)[positions]
+        weights = batch.get("loss_weights")
+        return output.logits[0], labels.to(self.device)[positions], None if weights is None else weights[0].to(self.device)[positions]
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, dtype=torch.bfloat16) if self._bf16 else nullcontext()

@@ -1,4 +1,4 @@
-"""The pack stage: lengths of the encoded documents -> plan.arrow, which documents share a row, and report.json."""
+"""The pack stage: lengths of the encoded samples -> plan.arrow, which samples share a row, and report.json."""
 
 from __future__ import annotations
 
@@ -11,58 +11,83 @@ import numpy as np
 from twinkle_core.config import PackingConfig
 from twinkle_core.errors import DataError
 from twinkle_core.packing.best_fit_decreasing import check_lengths, pack
+from twinkle_core.packing.packing_plan import PackingPlan, join
+from twinkle_core.packing.windows import pack_windows
 from twinkle_core.types import Progress
 
-VERSION = 1
+VERSION = 2
 """Raised when the same lengths and settings would give another plan."""
-
-ROWS_PER_BATCH = 65536
 
 
 def plan(in_folder: Path, packing: PackingConfig, out: Path, progress: Progress) -> dict[str, Any]:
-    """Writes plan.arrow (column rows: list<int64>, positions in train.arrow) and report.json into `out`; returns the report.
+    """Writes plan.arrow and report.json into `out`; returns the report.
 
-    Raises `DataError` where a document is longer than a row, or there is none.
+    plan.arrow has the column rows (large_list<int64>): positions of samples over train-00000.arrow, train-00001.arrow … of
+    `in_folder`, of which only the offsets of the lists are read. Memory: about 60 bytes a sample.
+
+    Raises `DataError` where a sample is longer than a row, there is none, or a file is missing or cut off.
     """
-    lengths = document_lengths(in_folder / "train.arrow")
-    progress.start("pack", len(lengths), "documents")
-    if packing.algorithm == "none":
-        check_lengths(lengths, packing.row_length)
-        rows = list(np.arange(len(lengths), dtype=np.int64)[:, None])
-    else:
-        rows = pack(lengths, packing.row_length)
-    _write(rows, out / "plan.arrow")
+    files = _train_files(in_folder)
+    lengths, num_documents = _lengths(files)
+    if not len(lengths):
+        raise DataError(f"no samples in {files[0].name}: nothing to pack")
+    progress.start("pack", len(lengths), "samples")
+    packed = _packed(lengths, packing)
+    _write(packed, out / "plan.arrow")
     progress.advance(len(lengths))
     tokens = int(lengths.sum())
     report = {
-        "rows": len(rows),
-        "documents": len(lengths),
+        "rows": len(packed),
+        "samples": len(lengths),
+        "documents": num_documents,
         "tokens": tokens,
-        "fill": round(tokens / (len(rows) * packing.row_length), 6),
+        "fill": round(tokens / (len(packed) * packing.row_length), 6),
         "fewest_rows_possible": -(-tokens // packing.row_length),
+        "longest": int(lengths.max()),
     }
     (out / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return report
 
 
-def document_lengths(path: Path) -> np.ndarray:
-    """[N] int64 lengths of the documents in an encoded Arrow file. Raises `DataError` when there is none."""
+def _packed(lengths: np.ndarray, packing: PackingConfig) -> PackingPlan:
+    if packing.algorithm == "none":
+        check_lengths(lengths, packing.row_length)
+        return PackingPlan(items=np.arange(len(lengths)), offsets=np.arange(len(lengths) + 1))
+    if packing.window_samples is None:
+        return pack(lengths, packing.row_length)
+    return join(pack_windows(lengths, packing.row_length, packing.window_samples))
+
+
+def _train_files(folder: Path) -> list[Path]:
+    found = sorted(folder.glob("train-*.arrow"))
+    for number, path in enumerate(found or [folder / "nothing"]):
+        if path.name != f"train-{number:05d}.arrow":
+            raise DataError(
+                f"the encoded samples are not whole: there is no train-{number:05d}.arrow in {folder}; run the encode stage again"
+            )
+    return found
+
+
+def _lengths(files: list[Path]) -> tuple[np.ndarray, int]:
+    """Tokens of each sample [N] int64, and the number of documents of all."""
     import pyarrow as pa
 
-    with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
-        parts = [np.diff(np.asarray(reader.get_batch(i).column("input_ids").offsets)) for i in range(reader.num_record_batches)]
-    if not sum(map(len, parts)):
-        raise DataError(f"no documents in {path.name}: nothing to pack")
-    return np.concatenate(parts).astype(np.int64)
+    tokens, num_documents = [np.empty(0, dtype=np.int64)], 0
+    for path in files:
+        try:
+            with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
+                for batch in map(reader.get_batch, range(reader.num_record_batches)):
+                    tokens.append(np.diff(np.asarray(batch.column("input_ids").offsets)))
+                    num_documents += len(batch.column("seq_lens").flatten())
+        except (pa.ArrowInvalid, KeyError) as error:
+            raise DataError(f"{path.name} is not a whole file of encoded samples: {error}; run the encode stage again") from error
+    return np.concatenate(tokens, dtype=np.int64), num_documents
 
 
-def _write(rows: list[np.ndarray], path: Path) -> None:
+def _write(packed: PackingPlan, path: Path) -> None:
     import pyarrow as pa
 
-    schema = pa.schema([("rows", pa.list_(pa.int64()))])
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-        for start in range(0, len(rows), ROWS_PER_BATCH):
-            part = rows[start : start + ROWS_PER_BATCH]
-            offsets = np.concatenate([[0], np.cumsum([len(row) for row in part])]).astype(np.int32)
-            column = pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(part)))
-            writer.write_batch(pa.record_batch([column], schema=schema))
+    rows = pa.LargeListArray.from_arrays(pa.array(packed.offsets), pa.array(packed.items))
+    batch = pa.record_batch([rows], schema=pa.schema([("rows", rows.type)]))
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as writer:
+        writer.write_batch(batch)

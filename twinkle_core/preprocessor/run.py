@@ -2,53 +2,79 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from twinkle_core.config import DataConfig, SourceConfig
-from twinkle_core.errors import ConfigError, DataError
-from twinkle_core.preprocessor.formats import convert, detect, unused_keys
-from twinkle_core.preprocessor.self_cognition import build_preprocessor
-from twinkle_core.preprocessor.sources import open_source, parse_json
-from twinkle_core.preprocessor.split import split
-from twinkle_core.types import Progress, Trajectory
+import numpy as np
 
-VERSION = 1
+from twinkle_core.config import DataConfig
+from twinkle_core.errors import DataError
+from twinkle_core.preprocessor.base import DataFilter
+from twinkle_core.preprocessor.dedup import SignatureWriter, near_repeated, open_signatures
+from twinkle_core.preprocessor.lines import digest_of, line_of, read_trajectories, trajectory_line
+from twinkle_core.preprocessor.mix import mix
+from twinkle_core.preprocessor.reader import SourceReader
+from twinkle_core.preprocessor.registry import build_filter
+from twinkle_core.preprocessor.sources import Source
+from twinkle_core.preprocessor.split import repeated, split
+from twinkle_core.types import Kind, Progress
+
+__all__ = ["VERSION", "preprocess", "read_trajectories", "trajectory_line"]
+
+VERSION = 2
 """Raised when the same sources and settings would give other files."""
-
-MAX_LISTED = 20
-"""Skipped rows listed in the report, per source; all are counted."""
+TRAIN, HELD_OUT, DUPLICATE = 0, 1, 2
 
 
-def preprocess(data: DataConfig, out: Path, progress: Progress) -> dict[str, Any]:
+def preprocess(
+    data: DataConfig,
+    out: Path,
+    progress: Progress,
+    *,
+    cache: Path | None = None,
+    trusted_code: Path | None = None,
+    accept: frozenset[Kind] | None = None,
+    sources: Mapping[str, Source] | None = None,
+) -> dict[str, Any]:
     """Writes train.jsonl, held_out.jsonl and report.json into the existing folder `out`; returns the report.
 
-    Raises `DataError` naming source and line for a row that cannot be converted (unless `on_bad_row` is 'skip'), and
-    when nothing is left to train on; `ConfigError` for a source or processor that cannot be built.
+    Each row goes through: columns renamed, processor, conversion, filters; then duplicates are left out (the first of
+    equals stays, whatever its source), rows are held out by their content, and those to learn from are mixed. Held-out
+    rows are not mixed. What became of each row is counted: for each source `rows` is the sum of skipped, dropped,
+    filtered, duplicates, left_out, train and held_out. Rows stream: at most about 130 bytes of a row are held in memory,
+    with `dedup` 'minhash' about 70 more, and 512 on disk.
+
+    `accept` are the kinds the caller can use (None: all); `sources` takes the place of those that `data` names by uri.
+    Raises `DataError` naming source and row for one that cannot be converted (unless `on_bad_row` is 'skip'), and
+    when nothing is left to train on; `ConfigError` for a source, processor or filter that cannot be built.
     """
-    readers = [_SourceReader(source, skip=data.on_bad_row == "skip") for source in data.sources]
+    filters = _filters(data, trusted_code)
+    readers = [
+        SourceReader(
+            config,
+            filters,
+            skip=data.on_bad_row == "skip",
+            source=(sources or {}).get(config.name),
+            cache=cache,
+            trusted_code=trusted_code,
+            accept=accept,
+        )
+        for config in data.sources
+    ]
     progress.start("preprocess", None, "rows")
-    converted = out / "converted.jsonl.partial"
-    digests: list[list[bytes]] = []
-    with converted.open("wb") as file:
-        for reader in readers:
-            digests.append([])
-            for trajectory in reader.trajectories():
-                digests[-1].append(content_digest(trajectory))
-                file.write(trajectory_line(trajectory))
-                progress.advance()
-    held_out = split(digests, [source.held_out for source in data.sources], data.split_seed)
-    for reader, mask in zip(readers, held_out, strict=True):
-        reader.report |= {"train": int((~mask).sum()), "held_out": int(mask.sum())}
-    _write_sides(converted, [flag for mask in held_out for flag in mask.tolist()], out)
+    digests = _convert(readers, out, progress, near=data.dedup == "minhash")
+    _check_filters(readers, filters)
+    sides = _sides(data, digests, out)
+    del digests
+    _write_sides(data, readers, sides, out)
     report = {
-        "train": sum(reader.report["train"] for reader in readers),
-        "held_out": sum(reader.report["held_out"] for reader in readers),
-        "sources": {reader.config.name: reader.report for reader in readers},
+        "train": sum(reader.counts.train for reader in readers),
+        "held_out": sum(reader.counts.held_out for reader in readers),
+        "sources": {reader.config.name: reader.counts.report(reader.format) for reader in readers},
     }
     if not report["train"]:
         raise DataError(f"no rows left to train on: {json.dumps(report, ensure_ascii=False)}")
@@ -56,83 +82,101 @@ def preprocess(data: DataConfig, out: Path, progress: Progress) -> dict[str, Any
     return report
 
 
-def read_trajectories(path: Path) -> Iterator[Trajectory]:
-    """Trajectories of a file that `preprocess` wrote, in order. Raises `DataError` naming the line of a broken one."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                value = parse_json(line)
-            except DataError as error:
-                raise DataError(f"{path.name}, line {number}: {error}") from None
-            if "user_data" in value:
-                value["user_data"] = [(key, text) for key, text in value["user_data"]]
-            yield value
+def _filters(data: DataConfig, trusted_code: Path | None) -> dict[str, DataFilter]:
+    """The filters by the names they have in the report; the second of a name is called NAME 2."""
+    filters: dict[str, DataFilter] = {}
+    for config in data.filters:
+        count = sum(other.partition(" ")[0] == config.name for other in filters)
+        name = f"{config.name} {count + 1}" if count else config.name
+        filters[name] = build_filter(config.name, config.args, trusted_code)
+    return filters
 
 
-def trajectory_line(trajectory: Trajectory) -> bytes:
-    """One line of JSON in UTF-8, LF at its end. Key order is kept: templates print tools and arguments in that order."""
-    return json.dumps(trajectory, ensure_ascii=False, allow_nan=False).encode("utf-8") + b"\n"
+def _convert(readers: Sequence[SourceReader], out: Path, progress: Progress, *, near: bool) -> list[np.ndarray]:
+    """Writes each source's trajectories to a file of its own; gives their digests, [N, 2] uint64 each."""
+    found: list[np.ndarray] = []
+    with ExitStack() as stack:
+        signatures = SignatureWriter(stack.enter_context(_signatures(out).open("wb"))) if near else None
+        for index, reader in enumerate(readers):
+            digests = bytearray()
+            with _part(out, index).open("wb") as file:
+                origin = ("source", reader.config.name)
+                for trajectory, content in reader.trajectories(progress):
+                    digests += digest_of(content)
+                    file.write(line_of(content, [origin, *trajectory.get("user_data", [])]))
+                    if signatures:
+                        signatures.add(trajectory)
+            found.append(np.frombuffer(digests, dtype=">u8").astype(np.uint64).reshape(-1, 2))
+        if signatures:
+            signatures.flush()
+    return found
 
 
-def content_digest(trajectory: Trajectory) -> bytes:
-    """[16] bytes that are equal for rows with the same messages and tools, whatever else is known of them."""
-    content = {"messages": trajectory["messages"], "tools": trajectory.get("tools", [])}
-    return hashlib.sha256(json.dumps(content, ensure_ascii=False, sort_keys=True).encode("utf-8")).digest()[:16]
+def _check_filters(readers: Sequence[SourceReader], filters: Mapping[str, DataFilter]) -> None:
+    """A filter that lets nothing through was meant otherwise."""
+    reached = sum(reader.counts.rows - reader.counts.skipped - reader.counts.dropped for reader in readers)
+    for name in filters:
+        out = sum(reader.counts.filtered[name] for reader in readers)
+        if reached and out == reached:
+            raise DataError(f"filter '{name}' keeps none of the {reached} rows that reach it; change its args or leave it out")
+        reached -= out
 
 
-def _write_sides(converted: Path, held_out: list[bool], out: Path) -> None:
-    with converted.open("rb") as file, (out / "train.jsonl").open("wb") as train, (out / "held_out.jsonl").open("wb") as kept:
-        sides: tuple[BinaryIO, BinaryIO] = (train, kept)
-        for line, flag in zip(file, held_out, strict=True):
-            sides[flag].write(line)
-    converted.unlink()
+def _sides(data: DataConfig, digests: Sequence[np.ndarray], out: Path) -> list[np.ndarray]:
+    """For each source [N] int8: what becomes of its rows, TRAIN, HELD_OUT or DUPLICATE."""
+    out_mask = np.zeros(sum(len(own) for own in digests), dtype=bool)
+    if data.dedup != "none":
+        out_mask = repeated(np.concatenate(digests))
+    if data.dedup == "minhash":
+        out_mask |= near_repeated(open_signatures(_signatures(out)), data.dedup_similarity, out_mask)
+        _signatures(out).unlink()
+    ends = np.cumsum([len(own) for own in digests])
+    left_out = np.split(out_mask, ends[:-1])
+    kept = [own[~mask] for own, mask in zip(digests, left_out, strict=True)]
+    sides = []
+    for mask, held_out in zip(left_out, split(kept, [source.held_out for source in data.sources], data.split_seed), strict=True):
+        side = np.full(len(mask), DUPLICATE, dtype=np.int8)
+        side[~mask] = np.where(held_out, HELD_OUT, TRAIN)
+        sides.append(side)
+    return sides
 
 
-class _SourceReader:
-    """Converts the rows of one source and keeps the count of what happened to them."""
+def _write_sides(data: DataConfig, readers: Sequence[SourceReader], sides: Sequence[np.ndarray], out: Path) -> None:
+    for reader, side in zip(readers, sides, strict=True):
+        reader.counts.held_out, reader.counts.duplicates = int((side == HELD_OUT).sum()), int((side == DUPLICATE).sum())
+    with (out / "held_out.jsonl").open("wb") as file:
+        for index, side in enumerate(sides):
+            file.writelines(_lines(out, index, side, HELD_OUT))
+    there = [int((side == TRAIN).sum()) for side in sides]
+    with (out / "train.jsonl").open("wb") as file:
+        if data.mix == "concatenate":
+            for index, side in enumerate(sides):
+                file.writelines(_lines(out, index, side, TRAIN))
+            taken = there
+        else:
+            if data.mix == "weighted" and 0 in there:
+                name = readers[there.index(0)].config.name
+                raise DataError(f"mix 'weighted': source '{name}' has no rows to learn from, so no mix can keep its share; leave it out")
+            taken = [0] * len(there)
+            lines = [_lines(out, index, side, TRAIN) for index, side in enumerate(sides)]
+            for source in mix(there, data.mix, [config.weight for config in data.sources]):
+                file.write(next(lines[source]))
+                taken[source] += 1
+    for index, reader in enumerate(readers):
+        reader.counts.train, reader.counts.left_out = taken[index], there[index] - taken[index]
+        _part(out, index).unlink()
 
-    def __init__(self, config: SourceConfig, *, skip: bool) -> None:
-        self.config, self.skip = config, skip
-        self.source = open_source(config)
-        self.processor = build_preprocessor(config.processor, config.processor_args)
-        if config.uri == "builtin://self_cognition" and self.processor is None:
-            raise ConfigError(
-                f"source '{config.name}': builtin://self_cognition holds the placeholders {{name}} and {{author}}; "
-                "set processor to SelfCognitionProcessor with processor_args name and author"
-            )
-        self.format: str = config.format
-        self.report: dict[str, Any] = {"rows": 0, "format": config.format, "skipped": 0, "skipped_rows": [], "ignored_keys": {}}
 
-    def trajectories(self) -> Iterator[Trajectory]:
-        """Converted rows; a bad one raises, or is counted and listed."""
-        for number, row in islice(self.source.rows(self._refuse), self.config.limit):
-            try:
-                trajectory = self._convert(row)
-            except DataError as error:
-                self._refuse(number, str(error))
-                continue
-            self.report["rows"] += 1
-            for key in unused_keys(row, self.format):
-                self.report["ignored_keys"][key] = self.report["ignored_keys"].get(key, 0) + 1
-            yield trajectory
-        if not self.report["rows"]:
-            skipped = self.report["skipped_rows"]
-            raise DataError(f"source '{self.config.name}': none of its {self.report['skipped']} rows can be used: {skipped}")
+def _lines(out: Path, index: int, side: np.ndarray, wanted: int) -> Iterator[bytes]:
+    with _part(out, index).open("rb") as file:
+        for start in range(0, len(side), 1 << 16):
+            flags = (side[start : start + (1 << 16)] == wanted).tolist()
+            yield from (line for line, flag in zip(islice(file, len(flags)), flags, strict=True) if flag)
 
-    def _convert(self, row: dict[str, Any]) -> Trajectory:
-        row = self.processor(row) if self.processor else row
-        if self.format == "auto":
-            self.format = self.report["format"] = detect(row)
-        trajectory = convert(row, self.format)
-        if self.processor:
-            trajectory = self.processor.annotate(trajectory)
-        return {**trajectory, "user_data": [("source", self.config.name), *trajectory.get("user_data", [])]}
 
-    def _refuse(self, number: int, reason: str) -> None:
-        place = self.source.place
-        if not self.skip:
-            where = f"source '{self.config.name}' ({self.config.uri}), {place} {number}"
-            raise DataError(f"{where}: {reason} (on_bad_row='skip' would count and leave out such rows)")
-        self.report["skipped"] += 1
-        if len(self.report["skipped_rows"]) < MAX_LISTED:
-            self.report["skipped_rows"].append({place: number, "reason": reason})
+def _part(out: Path, index: int) -> Path:
+    return out / f"converted-{index:05}.jsonl.partial"
+
+
+def _signatures(out: Path) -> Path:
+    return out / "signatures.partial"

@@ -6,25 +6,26 @@ import re
 from typing import Any
 
 from twinkle_core.errors import ConfigError
+from twinkle_core.preprocessor.base import Preprocessor
+from twinkle_core.preprocessor.fields import Row
 from twinkle_core.types import Trajectory
 
 _PLACEHOLDER = re.compile(r"\{\{(name|author)\}\}|\{(name|author)\}", re.IGNORECASE)
 
 
-class SelfCognitionProcessor:
-    """Replaces {name}, {author}, {{NAME}} and {{AUTHOR}} (any case) in every text of a row.
+class SelfCognitionProcessor(Preprocessor):
+    """Replaces {name}, {author}, {{NAME}} and {{AUTHOR}} (any case) in every text of a row of any layout.
 
-    Example: `SelfCognitionProcessor(name='Brook', author='Hill Labs')({'query': 'Who are you?', 'response': 'I am {name}.'})`
-    gives `{'query': 'Who are you?', 'response': 'I am Brook.'}`.
+    Example: `SelfCognitionProcessor('Brook', 'Hill Labs')({'query': 'Who are you?', 'response': 'I am {name}.'})`
+    gives `{'query': 'Who are you?', 'response': 'I am Brook.'}`. `name` and `author` are other names of the arguments.
     """
 
-    def __init__(self, *, name: str, author: str) -> None:
-        for key, value in (("name", name), ("author", author)):
-            if not isinstance(value, str) or not value.strip():
-                raise ConfigError(f"SelfCognitionProcessor: '{key}' is {value!r}; give the text that the model is to say")
-        self.values = {"name": name, "author": author}
+    def __init__(
+        self, model_name: str | None = None, model_author: str | None = None, *, name: str | None = None, author: str | None = None
+    ) -> None:
+        self.values = {"name": _one("name", model_name, name), "author": _one("author", model_author, author)}
 
-    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+    def __call__(self, row: Row) -> dict[str, Any]:
         """A copy of the row with the placeholders filled."""
         return {key: self._fill(value) for key, value in row.items()}
 
@@ -46,17 +47,9 @@ class SelfCognitionProcessor:
         return value
 
 
-PREPROCESSORS = {"SelfCognitionProcessor": SelfCognitionProcessor}
-
-
-def build_preprocessor(name: str | None, arguments: dict[str, Any]) -> SelfCognitionProcessor | None:
-    """The preprocessor called `name` (None gives none). Raises `ConfigError` for unknown names and arguments."""
-    if name is None:
-        if arguments:
-            raise ConfigError(f"processor_args {arguments} are given, but no processor")
-        return None
-    if name not in PREPROCESSORS:
-        raise ConfigError(f"unknown processor {name!r}; known: {', '.join(PREPROCESSORS)}")
-    if set(arguments) != {"name", "author"}:
-        raise ConfigError(f"{name} takes exactly the processor_args name and author, got {sorted(arguments)}")
-    return PREPROCESSORS[name](name=arguments["name"], author=arguments["author"])
+def _one(key: str, *given: str | None) -> str:
+    told = [value for value in given if value is not None]
+    if len(told) != 1 or not isinstance(told[0], str) or not told[0].strip():
+        what = f"is {told[0]!r}" if len(told) == 1 else ("is missing" if not told else f"is given twice: {told}")
+        raise ConfigError(f"SelfCognitionProcessor: '{key}' (or 'model_{key}') {what}; give the text that the model is to say")
+    return told[0]

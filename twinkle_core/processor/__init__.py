@@ -1,5 +1,5 @@
 """Rows -> model inputs."""
 
-from twinkle_core.processor.base import InputProcessor
+from twinkle_core.processor.base import InputProcessor, Row
 
-__all__ = ["InputProcessor"]
+__all__ = ["InputProcessor", "Row"]

@@ -1,49 +1,42 @@
-"""Conversations -> token ids and labels, through the tokenizer's own chat template. Needs transformers, not torch."""
+"""Conversations -> token ids and labels, through the tokenizer's own chat template. Loading a tokenizer needs transformers, not torch."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from storage.fingerprint import digest_folder
-from twinkle_core.config import TemplateConfig, validate
 from twinkle_core.errors import ConfigError, DataError
-from twinkle_core.template.masks import Span, StopMarks, assistant_spans, start_of_turn
-from twinkle_core.types import IGNORE, EncodedSample, Message, Trajectory
+from twinkle_core.template.chat_template import ChatTemplate
+from twinkle_core.template.documents import Planner
+from twinkle_core.template.encoder import Encoder
+from twinkle_core.template.message_form import probe
+from twinkle_core.template.outcome import Outcome
+from twinkle_core.template.spans import SpanFinder
+from twinkle_core.template.stops import StopMarks
+from twinkle_core.types import IGNORE, DocumentKind, EncodedSample, Trajectory
 
-_GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+if TYPE_CHECKING:
+    from twinkle_core.config import TemplateConfig
+
 _TOKENIZER_FILES = (
     "tokenizer*.json", "tokenizer.model", "*.tiktoken", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
-    "spiece.model", "chat_template*", "*chat_templates/*", "generation_config.json",
+    "spiece.model", "chat_template*", "*chat_templates/*", "generation_config.json", "preprocessor_config.json", "encoding/*.py",
 )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """What became of one conversation."""
-
-    sample: EncodedSample | None
-    """None where it was dropped."""
-    dropped: str | None = None
-    """Why: 'too_long' or 'no_loss' (no supervised token)."""
-    num_tokens: int
-    """Length before truncation."""
-    unprinted_tools: bool
-    """The conversation has tools or tool calls that the chat template does not print."""
-
-
 class Template:
-    """Renders and tokenizes conversations for one tokenizer and one `TemplateConfig`.
+    """Renders and tokenizes trajectories for one tokenizer and one `TemplateConfig`.
 
-    Settings come as `config`, or one by one under Twinkle's names. `batch_encode` gives labels that are already shifted.
-    Rendering is a pure function: templates that print today's date get the fixed day 26 Jul 2024 (Llama 3's default).
+    Settings come as `config`, or one by one under Twinkle's names. Labels come out shifted. Rendering is a pure function: templates that
+    print today's date get the fixed day 26 Jul 2024. `tokenizer` is the one of transformers.
     """
+
+    tool_call_style = "hermes_qwen"
+    """How `parse_tool_call` reads calls, unless it is told."""
 
     def __init__(
         self,
@@ -54,160 +47,149 @@ class Template:
         truncation_strategy: str | None = None,
         default_system: str | None = None,
         chat_template: str | None = None,
+        enable_thinking: bool | None = None,
         learn: str | None = None,
     ) -> None:
+        """Raises `ConfigError` where a setting is wrong, or the folder `model_id` holds no tokenizer with a chat template."""
         given: dict[str, Any] = {
             "max_length": max_length, "truncation": truncation_strategy, "default_system": default_system,
-            "chat_template": chat_template, "learn": learn,
+            "chat_template": chat_template, "enable_thinking": enable_thinking, "learn": learn,
         }  # fmt: skip
         given = {name: value for name, value in given.items() if value is not None}
         if config is not None and given:
             raise ConfigError(f"Template takes a config or single settings, got a config and {sorted(given)}")
-        self.config: TemplateConfig = config or validate(TemplateConfig, given)
-        self.tokenizer = _load_tokenizer(Path(model_id), self.config.chat_template)
-        added = self.tokenizer.added_tokens_decoder.values()
-        special = {token.content for token in added if token.special} | set(self.tokenizer.all_special_tokens)
-        self._stops = StopMarks(texts=tuple(sorted(special)), eos=self.tokenizer.eos_token or "")
+        self.config: TemplateConfig = config or _config(given)
+        self.folder = Path(model_id)
+        self.tokenizer = _load_tokenizer(self.folder, self.config.chat_template)
+        self._encoder = self._build_encoder()
 
-    def encode(self, trajectory: Trajectory) -> EncodedSample:
-        """One conversation. Raises `DataError` where it is to be dropped (too long, nothing to learn) or cannot be rendered."""
-        outcome = self.outcomes([trajectory])[0]
-        if outcome.sample is None:
-            raise DataError(f"the conversation of {outcome.num_tokens} tokens is dropped: {outcome.dropped}")
-        return outcome.sample
-
-    def batch_encode(self, trajectories: Sequence[Trajectory]) -> list[EncodedSample]:
-        """Samples in the same order, without those that truncation 'delete' drops (`outcomes` tells which)."""
-        return [outcome.sample for outcome in self.outcomes(trajectories) if outcome.sample is not None]
+    def encoder(self) -> Encoder:
+        """What encodes: pickles, and works in a process that never imports transformers."""
+        return self._encoder
 
     def outcomes(self, trajectories: Sequence[Trajectory]) -> list[Outcome]:
-        """What becomes of each conversation. Raises `DataError` that starts with 'conversation K' (from 1) for a bad one."""
-        texts, spans = [], []
-        for number, trajectory in enumerate(trajectories, start=1):
+        """What becomes of each trajectory. Raises `DataError` that starts with 'conversation K' (from 1) for a bad one."""
+        return self._encoder.outcomes(trajectories)
+
+    def encode(self, trajectory: Trajectory, add_generation_prompt: bool = False) -> EncodedSample:
+        """One sample. With `add_generation_prompt`, all messages as a prompt to be answered, without labels.
+
+        Raises `DataError` where it cannot be encoded, is to be dropped (too long, nothing to learn), or is cut into several.
+        """
+        outcome = self._encoder.outcomes([trajectory], add_generation_prompt=add_generation_prompt)[0]
+        if outcome.refused is not None:
+            raise DataError(outcome.refused)
+        if len(outcome.samples) != 1:
+            what = f"cut into {len(outcome.samples)} samples; use batch_encode" if outcome.samples else f"dropped: {outcome.dropped}"
+            raise DataError(f"the conversation of {outcome.num_tokens} tokens is {what}")
+        return outcome.samples[0]
+
+    def batch_encode(self, trajectories: Sequence[Trajectory], add_generation_prompt: bool = False) -> list[EncodedSample]:
+        """All samples in order: none of a trajectory that is dropped or skipped (`outcomes` tells which), several of one that is split."""
+        outcomes = self._encoder.outcomes(trajectories, add_generation_prompt=add_generation_prompt)
+        return [sample for outcome in outcomes for sample in outcome.samples]
+
+    def check(self, trajectory: Trajectory) -> Trajectory | None:
+        """The trajectory where it gives a sample, else None."""
+        return self.batch_check([trajectory])[0]
+
+    def batch_check(self, trajectories: Sequence[Trajectory]) -> list[Trajectory | None]:
+        """Each trajectory that gives a sample; None in the place of one that does not."""
+        checked: list[Trajectory | None] = []
+        for trajectory in trajectories:
             try:
-                text, found = self.render_with_spans(trajectory)
-            except DataError as error:
-                raise DataError(f"conversation {number}: {error}") from None
-            texts.append(text)
-            spans.append(found)
-        if not texts:
-            return []
-        encoded = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False)
-        results = []
-        for number, (trajectory, ids, encoding, found) in enumerate(
-            zip(trajectories, encoded["input_ids"], encoded.encodings, spans, strict=True), start=1
-        ):
-            unprinted = self._leaves_tools_out(trajectory, texts[number - 1])
-            try:
-                results.append(self._outcome(np.array(ids, dtype=np.int32), supervised_tokens(encoding, len(ids), found), unprinted))
-            except DataError as error:
-                raise DataError(f"conversation {number}: {error}") from None
-        return results
-
-    def render_with_spans(self, trajectory: Trajectory) -> tuple[str, list[Span]]:
-        """The text that is tokenized, and the character spans of it that are learnt."""
-        messages, tools = self._messages(trajectory), trajectory.get("tools")
-
-        def render(part: Sequence[Message], add_generation_prompt: bool) -> str:
-            return self._render(part, tools, add_generation_prompt)
-
-        last_turn_only = self.config.learn == "last_turn"
-        template = self.tokenizer.get_chat_template(None, tools)
-        if not _GENERATION_TAG.search(template):
-            text = render(messages, False)
-            return text, assistant_spans(messages, text, render, self._stops, last_turn_only=last_turn_only)
-        text, spans = self._render_tagged(messages, tools, template)
-        if last_turn_only:
-            last = max(number for number, message in enumerate(messages) if message["role"] == "assistant")
-            start = start_of_turn(messages, last, text, render) if last else 0
-            spans = [span for span in spans if span[1] > start]
-        return text, spans
+                checked.append(trajectory if self.outcomes([trajectory])[0].samples else None)
+            except DataError:
+                checked.append(None)
+        return checked
 
     def render_prompt(self, trajectory: Trajectory) -> list[int]:
         """Token ids up to where the last assistant turn starts (of the whole conversation without such a turn), ready to be answered."""
-        messages = self._messages(trajectory)
+        messages = trajectory["messages"]
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        text = self._render(messages[: turns[-1]] if turns else messages, trajectory.get("tools"), True)
-        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        asked = cast(Trajectory, {**trajectory, "messages": messages[: turns[-1]] if turns else messages})
+        (document,) = self._encoder.planner.plan_prompt(asked).documents
+        return list(self._encoder.tokenizer.encode(document.text, add_special_tokens=False).ids)
 
-    def decode(self, ids: Sequence[int] | np.ndarray, *, skip_special_tokens: bool = False) -> str:
+    def format_trajectory(self, trajectory: Trajectory, add_default_system: bool = False) -> Trajectory:
+        """The trajectory with its messages as the chat template gets them; with the default system message if asked for."""
+        planner = self._encoder.planner
+        messages = planner.messages(trajectory["messages"]) if add_default_system else trajectory["messages"]
+        return cast(Trajectory, {**trajectory, "messages": planner.formatted(messages)})
+
+    def decode(self, token_ids: Sequence[int] | np.ndarray, *, skip_special_tokens: bool = False) -> str:
         """The text of token ids."""
-        return str(self.tokenizer.decode([int(token) for token in ids], skip_special_tokens=skip_special_tokens))
+        return str(self.tokenizer.decode([int(token) for token in token_ids], skip_special_tokens=skip_special_tokens))
 
-    def _messages(self, trajectory: Trajectory) -> list[Message]:
-        messages = list(trajectory["messages"])
-        if self.config.default_system is not None and not any(message["role"] == "system" for message in messages):
-            messages.insert(0, {"role": "system", "content": self.config.default_system})
-        return messages
+    def batch_decode(self, token_ids: Sequence[Sequence[int] | np.ndarray], *, skip_special_tokens: bool = False) -> list[str]:
+        """The text of each list of token ids."""
+        return [self.decode(ids, skip_special_tokens=skip_special_tokens) for ids in token_ids]
 
-    def _render(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, add_generation_prompt: bool) -> str:
-        from jinja2 import TemplateError
+    def concat_input_feature(self, prompt_input_feature: Mapping[str, Any], new_tokens: Sequence[int]) -> dict[str, Any]:
+        """An `InputFeature` with sampled tokens after it, which are learnt beside what was learnt before. Ids are kept as they were
+        sampled: nothing is decoded. Raises `DataError` for a prompt of several documents."""
+        return concat_input_feature(prompt_input_feature, new_tokens)
 
-        try:
-            text = self.tokenizer.apply_chat_template(
-                list(messages), tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt, strftime_now=_fixed_date
-            )
-        except (TemplateError, TypeError, ValueError, AttributeError, KeyError) as error:
-            raise DataError(f"the chat template refuses the conversation: {error}") from error
-        return str(text)
+    def parse_tool_call(self, decoded: str, style: str | None = None) -> list[dict[str, Any]]:
+        """The tool calls in a model's answer, in OpenAI's form."""
+        from twinkle_core.template.tool_calls import parse_tool_calls
 
-    def _render_tagged(self, messages: list[Message], tools: list[dict[str, Any]] | None, template: str) -> tuple[str, list[Span]]:
-        """Text and spans of a template with {% generation %} blocks: those of the tokenizer's own assistant mask."""
-        from jinja2 import TemplateError
-        from transformers.utils.chat_template_utils import render_jinja_template
+        return parse_tool_calls(decoded, style or self.tool_call_style)
 
-        try:
-            rendered: Any = render_jinja_template(
-                conversations=cast(Any, [messages]), tools=cast(Any, tools), chat_template=template, return_assistant_tokens_mask=True,
-                strftime_now=_fixed_date, **self.tokenizer.special_tokens_map,
-            )  # fmt: skip
-        except (TemplateError, TypeError, ValueError, AttributeError, KeyError) as error:
-            raise DataError(f"the chat template refuses the conversation: {error}") from error
-        (text,), (spans,) = rendered
-        return str(text), [(int(start), int(end)) for start, end in spans if start < end]
+    def clean_tool_call(self, decoded: str, style: str | None = None) -> str:
+        """The answer without its tool calls."""
+        from twinkle_core.template.tool_calls import clean_tool_calls
 
-    def _leaves_tools_out(self, trajectory: Trajectory, text: str) -> bool:
-        """Whether the rendering is the same without the conversation's tools, or without its tool calls."""
-        messages, tools = self._messages(trajectory), trajectory.get("tools")
-        if tools and self._render(messages, None, False) == text:
-            return True
-        without = [{key: value for key, value in message.items() if key != "tool_calls"} for message in messages]
-        return without != messages and self._render(without, tools, False) == text  # type: ignore[arg-type]
+        return clean_tool_calls(decoded, style or self.tool_call_style)
 
-    def _outcome(self, ids: np.ndarray, supervised: np.ndarray, unprinted: bool) -> Outcome:
-        num_tokens, limit, rule = len(ids), self.config.max_length, self.config.truncation
-        if num_tokens > limit:
-            if rule == "raise":
-                raise DataError(f"{num_tokens} tokens, but max_length is {limit}; raise it, or set truncation to delete, left or right")
-            if rule == "delete":
-                return Outcome(sample=None, dropped="too_long", num_tokens=num_tokens, unprinted_tools=unprinted)
-            kept = slice(-limit, None) if rule == "left" else slice(0, limit)
-            ids, supervised = ids[kept], supervised[kept]
-        labels = np.full(len(ids), IGNORE, dtype=np.int32)
-        labels[:-1][supervised[1:]] = ids[1:][supervised[1:]]
-        if not (labels != IGNORE).any():
-            if rule == "delete":
-                return Outcome(sample=None, dropped="no_loss", num_tokens=num_tokens, unprinted_tools=unprinted)
-            cut = f" after truncation '{rule}' from {num_tokens} to {len(ids)} tokens" if num_tokens > len(ids) else ""
-            raise DataError(f"no supervised token is left{cut}: nothing to learn; raise max_length, or set truncation to delete")
-        return Outcome(sample=EncodedSample(input_ids=ids, labels=labels), num_tokens=num_tokens, unprinted_tools=unprinted)
+    def _build_encoder(self) -> Encoder:
+        tokenizer, config = self.tokenizer, self.config
+        added = tokenizer.added_tokens_decoder.values()
+        special = {token.content for token in added if token.special} | set(tokenizer.all_special_tokens)
+        stops = StopMarks(texts=tuple(sorted(special)), eos=tokenizer.eos_token or "")
+        variables = {**tokenizer.special_tokens_map}
+        if config.enable_thinking is not None:
+            variables["enable_thinking"] = config.enable_thinking
+        source = tokenizer.chat_template
+        default = ChatTemplate(source["default"] if isinstance(source, Mapping) else source, variables)
+        tool_use = ChatTemplate(source["tool_use"], variables) if isinstance(source, Mapping) and "tool_use" in source else None
+        planner = Planner(
+            SpanFinder(default, stops),
+            None if tool_use is None else SpanFinder(tool_use, stops),
+            probe(tool_use or default),
+            config.learn,
+            config.default_system,
+        )
+        before, after = _added_around(tokenizer)
+        return Encoder(
+            tokenizer=_bare(tokenizer), planner=planner, before=before, after=after, eos=tokenizer.eos_token_id,
+            max_length=config.max_length, truncation=config.truncation, skip_bad_rows=config.on_bad_row == "skip",
+        )  # fmt: skip
 
 
-def supervised_tokens(encoding: Any, num_tokens: int, spans: Sequence[Span]) -> np.ndarray:
-    """Bool [T]: tokens that share a character with a span, whole tokens only.
-
-    Counts to the last token of a character: the tokenizer's own mask stops at the first, and so loses the end of an emoji.
-    """
-    mask = np.zeros(num_tokens, dtype=bool)
-    for start, end in spans:
-        first = next((token for at in range(start, end) if (token := encoding.char_to_token(at)) is not None), None)
-        if first is None:
-            continue
-        last = first + 1
-        while last < num_tokens and encoding.token_to_chars(last) is not None and encoding.token_to_chars(last)[0] < end:
-            last += 1
-        mask[first:last] = True
-    return mask
+def concat_input_feature(prompt: Mapping[str, Any], new_tokens: Sequence[int] | np.ndarray) -> dict[str, Any]:
+    """See `Template.concat_input_feature`."""
+    ids, labels = np.asarray(prompt["input_ids"], dtype=np.int32), np.asarray(prompt["labels"], dtype=np.int32)
+    new, none = np.asarray(new_tokens, dtype=np.int32), np.array([IGNORE], dtype=np.int32)
+    if len(prompt.get("seq_lens", [0])) != 1:
+        raise DataError(f"tokens can be appended to one document, not to {len(prompt['seq_lens'])}")
+    if not len(ids):
+        raise DataError("the prompt has no token, so nothing predicts the first new one")
+    length = len(ids) + len(new)
+    grown = {
+        **prompt,
+        "input_ids": np.concatenate([ids, new]),
+        "labels": np.concatenate([labels[:-1], new, none]),
+        "position_ids": np.arange(length, dtype=np.int32),
+        "seq_lens": np.array([length], dtype=np.int32),
+        "length": length,
+    }
+    if "kinds" in prompt and int(prompt["kinds"][0]) == DocumentKind.PROMPT:
+        del grown["kinds"]
+    if "loss_weights" in prompt:
+        weights = np.asarray(prompt["loss_weights"], dtype=np.float32)
+        grown["loss_weights"] = np.concatenate([weights[:-1], np.ones(len(new), np.float32), np.zeros(1, np.float32)])
+    return grown
 
 
 def tokenizer_digest(folder: Path) -> str:
@@ -219,8 +201,29 @@ def tokenizer_digest(folder: Path) -> str:
     return digest_folder(folder, names)
 
 
-def _fixed_date(form: str) -> str:
-    return datetime(2024, 7, 26).strftime(form)
+def _config(given: dict[str, Any]) -> TemplateConfig:
+    from twinkle_core.config import TemplateConfig, validate
+
+    return cast("TemplateConfig", validate(TemplateConfig, given))
+
+
+def _bare(tokenizer: Any) -> Any:
+    """A copy of the Rust tokenizer that neither adds tokens, nor cuts, pads or trims offsets."""
+    from tokenizers import Tokenizer, processors
+
+    bare = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    bare.no_truncation()
+    bare.no_padding()
+    bare.post_processor = processors.ByteLevel(trim_offsets=False)
+    return bare
+
+
+def _added_around(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What the tokenizer puts before and after a text by itself."""
+    whole = tokenizer("a", add_special_tokens=True)["input_ids"]
+    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+    at = next(at for at in range(len(whole) - len(bare) + 1) if whole[at : at + len(bare)] == bare)
+    return tuple(whole[:at]), tuple(whole[at + len(bare) :])
 
 
 def _load_tokenizer(folder: Path, chat_template: str | None) -> Any:
@@ -234,6 +237,7 @@ def _load_tokenizer(folder: Path, chat_template: str | None) -> Any:
         raise ConfigError(f"cannot load the tokenizer in {folder}: {error}") from error
     if not tokenizer.is_fast:
         raise ConfigError(f"the tokenizer in {folder} has no tokenizer.json; save it once with a fast tokenizer")
+    _refuse_misread(folder, tokenizer)
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     if isinstance(tokenizer.chat_template, Mapping) and "default" not in tokenizer.chat_template:
@@ -242,3 +246,22 @@ def _load_tokenizer(folder: Path, chat_template: str | None) -> Any:
     if not tokenizer.chat_template:
         raise ConfigError(f"the tokenizer in {folder} has no chat template; set template.chat_template")
     return tokenizer
+
+
+_PROBE = "Two  words, isn't it? 12345 naïve 日本語\n\n\tx = [1]"
+
+
+def _refuse_misread(folder: Path, tokenizer: Any) -> None:
+    """transformers rebuilds some tokenizers by the class named in tokenizer_config.json. DeepSeek's byte-level one, read as a
+    LlamaTokenizer (without the model type in config.json), loses every blank."""
+    from tokenizers import Tokenizer
+
+    file, ids = folder / "tokenizer.json", tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
+    if tokenizer.decode(ids).strip() != _PROBE and file.is_file():
+        own = Tokenizer.from_file(str(file)).encode(_PROBE, add_special_tokens=False).ids
+        if own != ids:
+            raise ConfigError(
+                f"transformers reads the tokenizer in {folder} as {type(tokenizer).__name__}, whose ids are not those of its "
+                "tokenizer.json; put the model's config.json beside it, or set tokenizer_class to PreTrainedTokenizerFast in its "
+                "tokenizer_config.json"
+            )

@@ -15,14 +15,26 @@ from twinkle_core.checkpoint.retain import keep_policy
 from twinkle_core.checkpoint.save import Checkpointer, read_history
 from twinkle_core.config import CheckpointConfig, ResourcesConfig, TrainConfig
 from twinkle_core.dataloader.loader import DataLoader
-from twinkle_core.errors import WorkerLostError
+from twinkle_core.errors import ConfigError, WorkerLostError
 from twinkle_core.infra.group import WorkerGroup, open_group
 from twinkle_core.model.transformers import TRANSFORMERS_WORKER, TransformersModel
 from twinkle_core.sharding.reader import PackedDataset
 from twinkle_core.trainer import sft
-from twinkle_core.types import Progress
+from twinkle_core.types import DocumentKind, Progress
 
 ADAPTER = "default"
+
+LEARNT_BY = {
+    DocumentKind.CHOSEN: "dpo",
+    DocumentKind.REJECTED: "dpo",
+    DocumentKind.DESIRABLE: "kto",
+    DocumentKind.UNDESIRABLE: "kto",
+    DocumentKind.PROMPT: "grpo",
+    DocumentKind.ANCHOR: "embedding training",
+    DocumentKind.POSITIVE: "embedding training",
+    DocumentKind.NEGATIVE: "embedding training",
+}
+"""Which loop learns from documents of each kind that supervised fine-tuning does not."""
 
 
 class Tracker(Protocol):
@@ -39,7 +51,7 @@ class SFTJob:
 
     train_key: str
     model_folder: Path
-    shards_folder: Path
+    shards: PackedDataset
     train: TrainConfig
     checkpoint: CheckpointConfig
     resources: ResourcesConfig
@@ -48,9 +60,11 @@ class SFTJob:
 def run_sft(job: SFTJob, *, store: Store, tracker: Tracker, progress: Progress, say: Callable[[str], None]) -> Manifest:
     """The committed checkpoint of the last step.
 
+    Raises `ConfigError` before anything starts for shards that another loop learns from, or that the cache cannot hold.
     A lost worker, node or actor out of memory (`WorkerLostError`) rebuilds the whole group and goes on from HEAD, at most
     `resources.max_restarts` times in a row without a new checkpoint. Any other error ends the run.
     """
+    check_shards(job.shards, job.train)
     lost = 0
     newest_step = -1
     for _ in itertools.count():
@@ -70,9 +84,10 @@ def run_sft(job: SFTJob, *, store: Store, tracker: Tracker, progress: Progress, 
 
 def _run_attempt(job: SFTJob, attempt: Attempt, tracker: Tracker, progress: Progress, say: Callable[[str], None]) -> Manifest:
     loader = DataLoader(
-        PackedDataset(job.shards_folder),
+        job.shards,
         batch_size=job.train.batch_size,
         shuffle=job.train.shuffle,
+        shuffle_shards=job.train.shuffle_shards,
         seed=job.train.seed,
         num_epochs=job.train.epochs,
     )
@@ -90,7 +105,8 @@ def _run_attempt(job: SFTJob, attempt: Attempt, tracker: Tracker, progress: Prog
             )
             history = read_history(attempt.store.get(f"{found.manifest.prefix}/history.jsonl"))
             loader.resume_from_checkpoint(state.consumed_train_samples)
-            say(f"resuming after step {state.cur_step} ({state.consumed_train_samples} rows consumed)")
+            rest = f"{loader.remaining} steps remain" if loader.remaining else "no step remains"
+            say(f"resuming after step {state.cur_step} ({state.consumed_train_samples} rows consumed): {rest}")
         tracker.resume(history, is_current=attempt.is_current)
         keep = keep_policy(keep_last=job.checkpoint.keep_last, keep_every=job.checkpoint.keep_every)
         checkpointer = Checkpointer(attempt, model, save_every=job.checkpoint.save_every, keep=keep)
@@ -106,6 +122,18 @@ def _run_attempt(job: SFTJob, attempt: Attempt, tracker: Tracker, progress: Prog
         )
     finally:
         group.shutdown()
+
+
+def check_shards(shards: PackedDataset, train: TrainConfig) -> None:
+    """Refuses documents that are not for supervised learning, and a shuffle that a remote store's cache is too small for."""
+    if other := sorted(shards.kinds - {DocumentKind.PLAIN}):
+        loops = " and ".join(dict.fromkeys(LEARNT_BY[kind] for kind in other))
+        raise ConfigError(
+            f"the shards hold {', '.join(kind.name for kind in other)} documents, from which {loops} learns; "
+            f"supervised fine-tuning takes conversations and plain text only"
+        )
+    if train.shuffle:
+        shards.check_cache(train.shuffle_shards)
 
 
 def build_model(job: SFTJob, group: WorkerGroup, *, num_training_steps: int) -> TransformersModel:

@@ -1,0 +1,53 @@
+"""From character spans to token weights, on the tokenizer's own encodings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.template import kinds
+from twinkle_core.template import Template
+from twinkle_core.template.labels import token_weights
+
+Folder = Callable[[str], Path]
+PIECES = ["🙂", "👩‍👩‍👧", "e\u0301", "one two", " ", "\n\n", "<|im_end|>", "日本", "x"]
+
+
+@pytest.fixture(scope="module")
+def bare(tokenizer_folder: Folder) -> Any:
+    return Template(tokenizer_folder(kinds.CHATML)).encoder().tokenizer
+
+
+@given(
+    before=st.lists(st.sampled_from(PIECES), max_size=3),
+    inside=st.sampled_from(PIECES),
+    after=st.lists(st.sampled_from(PIECES), max_size=3),
+)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_span_takes_every_token_that_shares_a_character_with_it(bare: Any, before: list[str], inside: str, after: list[str]) -> None:
+    start = len("".join(before))
+    end = start + len(inside)
+    encoding = bare.encode("".join([*before, inside, *after]), add_special_tokens=False)
+    weights = token_weights(encoding, len(encoding.ids), [(start, end, 0.5)], 0.0)
+    assert weights.tolist() == [0.5 if a < end and start < b else 0.0 for a, b in encoding.offsets]
+    assert weights.any()
+
+
+def test_all_tokens_of_an_emoji_are_taken_and_the_last_of_two_spans_wins(bare: Any) -> None:
+    encoding = bare.encode("x🙂y", add_special_tokens=False)
+    assert len(encoding.ids) == 6
+    assert token_weights(encoding, 6, [(1, 2, 1.0)], 0.0).tolist() == [0, 1, 1, 1, 1, 0]
+    assert token_weights(encoding, 6, [(0, 3, 1.0), (1, 2, 0.25)], 0.5).tolist() == [1, 0.25, 0.25, 0.25, 0.25, 1]
+    assert token_weights(encoding, 6, [], 0.5).dtype == np.float32
+
+
+@pytest.mark.parametrize("end", [0, 1])
+def test_an_empty_span_takes_nothing(end: int, bare: Any) -> None:
+    encoding = bare.encode("xy", add_special_tokens=False)
+    assert not token_weights(encoding, 2, [(end, end, 1.0)], 0.0).any()
