@@ -39,7 +39,7 @@ def documents(count: int) -> list[EncodedSample]:
 
 
 def ours(folder: Path, samples: list[EncodedSample]) -> list[float]:
-    bins = pack(np.array([len(s.input_ids) for s in samples]), ROW)[: STEPS + WARM_UP]
+    bins = list(pack(np.array([len(s.input_ids) for s in samples]), ROW))[: STEPS + WARM_UP]
     model = TransformersModel(folder)
     model.add_adapter_to_model("default", LoraConfig(rank=8, alpha=16))
     model.set_optimizer("AdamW", lr=1e-4)

@@ -175,7 +175,7 @@ class TrainConfig(Config):
     shuffle_shards: int = recipe(
         256, "Rows are shuffled among this many shards at a time; shards are drawn at random. Bounds what a remote reader caches.", ge=1
     )
-    seed: int = recipe(42, "Seed of order, adapter initialisation and dropout.", ge=0)
+    seed: int = recipe(42, "Seed of order, adapter initialisation and dropout.", ge=0, lt=2**63)
 
     @model_validator(mode="after")
     def micro_batch_fits_batch(self) -> TrainConfig:

@@ -129,3 +129,12 @@ def test_wrong_rows_and_folders_are_refused_before_anything_is_loaded(tiny_folde
         evaluate_model(tmp_path, [], encoded(2), config, NoProgress(), sources=["a"])
     with pytest.raises(ConfigError, match="config.json"):
         evaluate_model(tmp_path, [], [], config, NoProgress(), sources=[])
+
+
+def test_a_conversation_that_the_model_cannot_read_gets_no_answer_and_is_told_of(tiny_folder: Path) -> None:
+    long = row("sums", 1)
+    long["messages"][0]["content"] = "word " * 5000
+    config = EvaluateConfig(max_samples=4, max_new_tokens=4)
+    result = evaluate_model(tiny_folder, [row("sums", 0), long], encoded(2), config, NoProgress(), sources=["sums", "sums"])
+    assert result["numbers"]["all"]["answers"] == len(result["samples"]) == 1
+    assert result["sampling_rule"].endswith("1 are longer than the model can read, and got no answer.")

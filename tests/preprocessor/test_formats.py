@@ -295,3 +295,28 @@ def test_a_question_after_the_last_answer_does_not_make_a_prompt_of_a_conversati
     asked = convert(row, "prompt")
     assert (kind_of(asked), asked["messages"]) == ("prompt", row["messages"])
     assert kind_of(convert(asked, detect(asked))) == "prompt"
+
+
+@pytest.mark.parametrize(("value", "said"), [(True, True), (0, False), (1, True), ("False", False), ("1", True), (2, None), ("good", None)])
+def test_a_judgement_is_read_in_every_form_it_is_written_in(value: Any, said: bool | None) -> None:
+    row = {"prompt": "2+2?", "completion": "5", "label": value}
+    if said is None:
+        assert kind_of(convert(row, "prompt_completion")) == "conversation"
+        with pytest.raises(DataError, match="must be true or false"):
+            convert(row, "judged")
+        return
+    assert convert(row, "judged")["desirable"] is said
+    with pytest.raises(DataError, match="set format: judged"):
+        convert(row, "prompt_completion")
+
+
+def test_the_older_form_of_a_tool_call_is_one_too() -> None:
+    call = {"name": "f", "arguments": '{"a": 1}'}
+    turns = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "b", "function_call": call},
+        {"role": "function", "content": "r"},
+    ]
+    got = convert({"messages": [*turns, {"role": "assistant", "content": "done"}]}, "messages")["messages"]
+    assert got[1]["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]
+    assert [message["role"] for message in got] == ["user", "assistant", "tool", "assistant"]

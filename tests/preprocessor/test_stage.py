@@ -358,3 +358,16 @@ def test_progress_counts_the_rows_that_are_read_whatever_becomes_of_them(tmp_pat
     filters = [{"name": "LengthFilter", "args": {"min_chars": 7}}]
     preprocess(data(source, filters=filters, on_bad_row="skip"), tmp_path, counting)
     assert (counting.started, counting.rows) == ([("preprocess", None, "rows")], 701)
+
+
+def test_the_weight_of_a_turn_does_not_carry_a_conversation_to_the_other_side(tmp_path: Path) -> None:
+    rows = []
+    for i in range(60):
+        question, answer = {"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "yes"}
+        rows += [{"messages": [question, answer]}, {"messages": [question, {**answer, "weight": 1}]}]
+    source = write(tmp_path / "rows.jsonl", rows) | {"held_out": 0.3}
+    preprocess(data(source), tmp_path, NoProgress())
+    assert asked(tmp_path, "held_out")
+    assert set(asked(tmp_path)).isdisjoint(asked(tmp_path, "held_out"))
+    report = preprocess(data(source, dedup="exact"), tmp_path, NoProgress())
+    assert report["train"] + report["held_out"] == 60

@@ -79,12 +79,18 @@ def _stop_ids(model: Any, tokenizer: Any) -> list[int]:
     return sorted({int(item) for item in flat if item is not None})
 
 
+def fits(model: Any, prompt: Sequence[int], max_new_tokens: int) -> bool:
+    """Whether the model has positions for the prompt and an answer of `max_new_tokens`."""
+    limit = getattr(model.config, "max_position_embeddings", None)
+    return limit is None or len(prompt) + max_new_tokens <= limit
+
+
 def _check_lengths(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
     limit = getattr(model.config, "max_position_embeddings", None)
     for index, prompt in enumerate(prompts):
         if not len(prompt):
             raise DataError(f"prompt {index} is empty: an answer needs at least one token before it")
-        if limit is not None and len(prompt) + max_new_tokens > limit:
+        if not fits(model, prompt, max_new_tokens):
             raise DataError(
                 f"prompt {index} has {len(prompt)} tokens and with max_new_tokens={max_new_tokens} exceeds the model's {limit} positions: "
                 "lower max_new_tokens or drop the row"

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from storage.fingerprint import fingerprint
 from twinkle_core.config import EvaluateConfig
 from twinkle_core.errors import ConfigError, DataError
-from twinkle_core.evaluator.generate import Answer, generate
+from twinkle_core.evaluator.generate import Answer, fits, generate
 from twinkle_core.evaluator.held_out_loss import DocumentLoss, document_losses
 from twinkle_core.evaluator.scorers import SCORERS, score
 from twinkle_core.types import EncodedSample, Progress, Trajectory, user_data_get
@@ -56,7 +56,11 @@ def evaluate_model(
     progress.start("held-out loss", len(encoded), "documents")
     losses = document_losses(model, encoded, progress, batch_tokens=batch_tokens)
     probes: list[Trajectory] = [{"messages": [{"role": "user", "content": question}]} for question in config.probes]
-    prompts = [list(render(trajectory)) for trajectory in [*chosen, *probes]]
+    rendered = [(trajectory, list(render(trajectory))) for trajectory in chosen]
+    fitting = [(trajectory, ids) for trajectory, ids in rendered if fits(model, ids, config.max_new_tokens)]
+    chosen = [trajectory for trajectory, _ in fitting]
+    left_out = f" Of these, {len(rendered) - len(chosen)} are longer than the model can read, and got no answer."
+    prompts = [*(ids for _, ids in fitting), *(list(render(probe)) for probe in probes)]
     progress.start("answers", len(prompts), "prompts")
     answers = generate(model, tokenizer, prompts, progress, max_new_tokens=config.max_new_tokens, batch_size=batch_size)
     samples = [_sample(trajectory, answer) for trajectory, answer in zip(chosen, answers, strict=False)]
@@ -77,7 +81,7 @@ def evaluate_model(
             {"question": question, "answer": answer.text, "truncated": answer.truncated}
             for question, answer in zip(config.probes, answers[len(chosen) :], strict=True)
         ],
-        "sampling_rule": SAMPLING_RULE,
+        "sampling_rule": SAMPLING_RULE + (left_out if len(chosen) < len(rendered) else ""),
     }
 
 

@@ -21,7 +21,15 @@ from twinkle_core.preprocessor.conversations import (
     read_text,
 )
 from twinkle_core.preprocessor.fields import Row, first_key, pairs, short
-from twinkle_core.preprocessor.judged_rows import LABELS, TRUTHS, read_embedding, read_judged, read_preference, read_prompt
+from twinkle_core.preprocessor.judged_rows import (
+    LABELS,
+    TRUTHS,
+    judgement,
+    read_embedding,
+    read_judged,
+    read_preference,
+    read_prompt,
+)
 from twinkle_core.preprocessor.media import ROW_KEYS
 from twinkle_core.preprocessor.messages import MESSAGE_KEYS, read_messages, read_tools
 from twinkle_core.types import Trajectory
@@ -94,7 +102,7 @@ def detect(row: Row) -> str:
     answer as ground truth of a prompt instead.
     """
     has = {key for key in row if row[key] is not None}
-    judged = any(isinstance(row.get(key), bool) for key in LABELS)
+    judged = any(isinstance(row.get(key), bool) or str(row.get(key)).lower() in ("true", "false") for key in LABELS)
     if "messages" in has and (
         has & {"rejected_messages", "desirable", "embedding", "prompt_only"} or (not row["messages"] and "text" in has)
     ):
@@ -167,8 +175,11 @@ def _refuse_judgements(row: Row, format_name: str) -> None:
     if row.get("chosen") is not None and row.get("rejected") is not None:
         raise DataError(f"'chosen' and 'rejected': a preference pair, not a row of layout '{format_name}'")
     for key in LABELS:
-        if isinstance(row.get(key), bool):
-            raise DataError(f"'{key}': a row judged good or bad (layout 'judged'), not a row of layout '{format_name}'")
+        if judgement(row.get(key)) is not None:
+            raise DataError(
+                f"'{key}' {short(row[key])}: a row judged good or bad (layout 'judged') is not one to imitate (layout '{format_name}'); "
+                "set format: judged, or rename the column (`columns`) if it is no judgement"
+            )
 
 
 def _ends_with_a_question(row: Row) -> bool:

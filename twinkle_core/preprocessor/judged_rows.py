@@ -14,6 +14,7 @@ from twinkle_core.preprocessor.messages import read_messages
 from twinkle_core.types import EmbeddingPair, Message, Trajectory
 
 LABELS = ("label", "kto_tag", "desirable")
+_SAID = {"true": True, "false": False, "1": True, "0": False}
 TRUTHS = ("ground_truth", "answer", "solution")
 _NUMBER = re.compile(r"\s*[-+\u2212]?[$\u20ac\u00a3]?(\d[\d,]*(\.\d+)?|\.\d+)%?\s*|.*####\s*[-+\u2212$]*[\d.].*", re.DOTALL)
 
@@ -44,11 +45,19 @@ def read_preference(row: Row) -> Trajectory:
     return trajectory
 
 
+def judgement(value: Any) -> bool | None:
+    """What a judgement says: true or false, 1 or 0, or these as text (a CSV file has no other); None for all else."""
+    if isinstance(value, str):
+        return _SAID.get(value.strip().lower())
+    return bool(value) if isinstance(value, (bool, int)) and value in (0, 1) else None
+
+
 def read_judged(row: Row) -> Trajectory:
     """A conversation, or `prompt` and `completion`, with a `label` or `kto_tag` that is true or false (KTO)."""
     key = first_key(row, *LABELS)
-    if key is None or not isinstance(row[key], bool):
-        raise DataError(f"'{key or 'label'}' must be true or false, got {short(row.get(key or 'label'))}")
+    desirable = judgement(row[key]) if key else None
+    if desirable is None:
+        raise DataError(f"'{key or 'label'}' must be true or false (or 1 or 0), got {short(row.get(key or 'label'))}")
     found: References = {}
     if row.get("completion") is None and first_key(row, "messages", "conversations"):
         messages = conversation(row, found)
@@ -58,7 +67,7 @@ def read_judged(row: Row) -> Trajectory:
         messages = _after(prompt, _answer(row, side), row, side)
     if messages[-1]["role"] != "assistant":
         raise DataError("a judged conversation ends with the assistant's answer")
-    return {**with_media(messages, row, found), "desirable": row[key]}
+    return {**with_media(messages, row, found), "desirable": desirable}
 
 
 def read_prompt(row: Row) -> Trajectory:

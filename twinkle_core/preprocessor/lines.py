@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import orjson
 
@@ -38,7 +38,7 @@ def trajectory_line(trajectory: Trajectory) -> bytes:
 
 def content_digest(trajectory: Trajectory) -> bytes:
     """[16] bytes that are equal for trajectories to learn the same from, whatever else is known of them (`user_data`)."""
-    return digest_of(content_of(trajectory))
+    return digest_of(trajectory, content_of(trajectory))
 
 
 def content_of(trajectory: Trajectory) -> bytes:
@@ -49,9 +49,17 @@ def content_of(trajectory: Trajectory) -> bytes:
     return _dumps({key: value for key, value in trajectory.items() if key != "user_data"})
 
 
-def digest_of(content: bytes) -> bytes:
-    """[16] bytes: the start of the sha256 of `content_of`."""
+def digest_of(trajectory: Trajectory, content: bytes) -> bytes:
+    """[16] bytes: the start of the sha256 of `content_of`, without the weights of turns: they say how to learn, not what."""
+    if b'"loss_weight"' in content:
+        content = content_of(cast(Trajectory, {key: _unweighted(value) for key, value in trajectory.items()}))
     return hashlib.sha256(content).digest()[:16]
+
+
+def _unweighted(value: Any) -> Any:
+    if not isinstance(value, list):
+        return value
+    return [{key: inner for key, inner in item.items() if key != "loss_weight"} if isinstance(item, dict) else item for item in value]
 
 
 def line_of(content: bytes, user_data: Sequence[tuple[str, str]]) -> bytes:

@@ -16,10 +16,11 @@ ROLES = {
     "system": "system", "developer": "system",
     "user": "user", "human": "user",
     "assistant": "assistant", "gpt": "assistant", "function_call": "assistant",
-    "tool": "tool", "observation": "tool", "function_response": "tool",
+    "tool": "tool", "function": "tool", "observation": "tool", "function_response": "tool",
 }  # fmt: skip
 MESSAGE_KEYS = {
     "role", "from", "content", "value", "tool_calls", "tool_call_id", "name", "reasoning_content", "loss", "loss_weight", "weight",
+    "function_call",
 }  # fmt: skip
 """Keys of a message that are read."""
 
@@ -74,6 +75,8 @@ def _message(item: dict[str, Any], found: References) -> Message:
         raise DataError(f"content must be text or a list of parts, got {short(content)}")
     else:
         message["content"] = content or ""
+    if item.get("function_call"):  # OpenAI's older form
+        message["tool_calls"] = _tool_calls([item["function_call"]])
     if item.get("tool_calls"):
         message["tool_calls"] = [*message.get("tool_calls", []), *_tool_calls(item["tool_calls"])]
     if "tool_calls" in message and role != "assistant":

@@ -25,7 +25,7 @@ from twinkle_core.types import Kind, Progress
 
 __all__ = ["VERSION", "preprocess", "read_trajectories", "trajectory_line"]
 
-VERSION = 2
+VERSION = 3
 """Raised when the same sources and settings would give other files."""
 TRAIN, HELD_OUT, DUPLICATE = 0, 1, 2
 
@@ -102,7 +102,7 @@ def _convert(readers: Sequence[SourceReader], out: Path, progress: Progress, *, 
             with _part(out, index).open("wb") as file:
                 origin = ("source", reader.config.name)
                 for trajectory, content in reader.trajectories(progress):
-                    digests += digest_of(content)
+                    digests += digest_of(trajectory, content)
                     file.write(line_of(content, [origin, *trajectory.get("user_data", [])]))
                     if signatures:
                         signatures.add(trajectory)
