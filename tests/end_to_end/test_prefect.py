@@ -294,7 +294,7 @@ def test_deploying_again_changes_nothing(scene: Scene) -> None:
     assert before["schedules"]
     register()
     assert {name: value for name, value in scene.deployment().items() if name not in clocks} == before
-    assert len(scene.api.post("/deployments/filter", {}).json()) == 1
+    assert len(scene.api.post("/deployments/filter", {}).json()) == 2, "one for each flow"
 
 
 def test_the_form_has_groups_descriptions_bounds_and_defaults(scene: Scene) -> None:

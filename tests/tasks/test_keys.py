@@ -118,9 +118,8 @@ def another(dotted: str, value: Any, bounds: list[Any]) -> Any:
     if isinstance(value, bool):
         return not value
     assert isinstance(value, (int, float)), f"add another value of {dotted} to OTHER"
-    below = [bound.lt for bound in bounds if isinstance(bound, Lt)]
     assert all(isinstance(bound, (Ge, Gt, Lt)) for bound in bounds)
-    return value + (0.01 if below or isinstance(value, float) else 1)
+    return value + (0.01 if isinstance(value, float) else 1)
 
 
 def with_change(dotted: str) -> SFTParams:
