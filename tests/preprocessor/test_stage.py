@@ -185,14 +185,6 @@ def test_columns_are_renamed_before_anything_looks_at_them(tmp_path: Path) -> No
         preprocess(data({**source, "columns": {"Q": "query", "A": "query"}}), tmp_path, NoProgress())
 
 
-def test_a_kind_that_the_caller_cannot_use_is_refused_by_row(tmp_path: Path) -> None:
-    source = write(tmp_path / "rows.jsonl", [{"prompt": "q", "chosen": "a", "rejected": "b"}])
-    accept: Any = frozenset({"conversation", "text"})
-    with pytest.raises(DataError, match="line 1: the row is of kind 'preference', but .* learns from conversation and text"):
-        preprocess(data(source), tmp_path, NoProgress(), accept=accept)
-    assert preprocess(data(source), tmp_path, NoProgress())["sources"]["rows"]["kinds"] == {"preference": 1}
-
-
 @pytest.mark.parametrize(
     ("filters", "message"),
     [

@@ -17,7 +17,7 @@ from twinkle_core.preprocessor.formats import TRAJECTORY_KEYS, convert, detect, 
 from twinkle_core.preprocessor.lines import content_of
 from twinkle_core.preprocessor.registry import build_preprocessor
 from twinkle_core.preprocessor.sources import Place, Source, open_source
-from twinkle_core.types import Kind, Progress, Trajectory, kind_of
+from twinkle_core.types import Progress, Trajectory, kind_of
 
 MAX_LISTED = 20
 """Skipped rows listed in the report, per source; all are counted."""
@@ -68,9 +68,8 @@ class SourceReader:
         source: Source | None = None,
         cache: Path | None = None,
         trusted_code: Path | None = None,
-        accept: frozenset[Kind] | None = None,
     ) -> None:
-        self.config, self.filters, self.skip, self.accept = config, filters, skip, accept
+        self.config, self.filters, self.skip = config, filters, skip
         self.source = source or open_source(config, cache=cache)
         self.processor = build_preprocessor(config.processor, config.processor_args, trusted_code)
         if config.uri == "builtin://self_cognition" and self.processor is None:
@@ -118,8 +117,6 @@ class SourceReader:
         if self.processor is not None:
             trajectory = self.processor.annotate(trajectory)
         kind = kind_of(trajectory)
-        if self.accept is not None and kind not in self.accept:
-            raise DataError(f"the row is of kind '{kind}', but what is being prepared learns from {' and '.join(sorted(self.accept))}")
         kept = self._filter(trajectory, place) if self.filters else trajectory
         if kept is None:
             return None

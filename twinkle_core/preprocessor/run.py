@@ -21,7 +21,7 @@ from twinkle_core.preprocessor.reader import SourceReader
 from twinkle_core.preprocessor.registry import build_filter
 from twinkle_core.preprocessor.sources import Source
 from twinkle_core.preprocessor.split import repeated, split
-from twinkle_core.types import Kind, Progress
+from twinkle_core.types import Progress
 
 __all__ = ["VERSION", "preprocess", "read_trajectories", "trajectory_line"]
 
@@ -37,7 +37,6 @@ def preprocess(
     *,
     cache: Path | None = None,
     trusted_code: Path | None = None,
-    accept: frozenset[Kind] | None = None,
     sources: Mapping[str, Source] | None = None,
 ) -> dict[str, Any]:
     """Writes train.jsonl, held_out.jsonl and report.json into the existing folder `out`; returns the report.
@@ -48,7 +47,7 @@ def preprocess(
     filtered, duplicates, left_out, train and held_out. Rows stream: at most about 130 bytes of a row are held in memory,
     with `dedup` 'minhash' about 70 more, and 512 on disk.
 
-    `accept` are the kinds the caller can use (None: all); `sources` takes the place of those that `data` names by uri.
+    `sources` takes the place of those that `data` names by uri.
     Raises `DataError` naming source and row for one that cannot be converted (unless `on_bad_row` is 'skip'), and
     when nothing is left to train on; `ConfigError` for a source, processor or filter that cannot be built.
     """
@@ -61,7 +60,6 @@ def preprocess(
             source=(sources or {}).get(config.name),
             cache=cache,
             trusted_code=trusted_code,
-            accept=accept,
         )
         for config in data.sources
     ]
