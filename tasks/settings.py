@@ -18,8 +18,9 @@ QUIET = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TQDM_DISABLE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
 }
-"""No part that we start reports home, or writes between our lines and bars."""
+"""No part that we start reports home, writes between our lines and bars, or takes the cores that a stage shares out itself."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 Arguments: FOLDER (with train.jsonl and held_out.jsonl) MODEL_FOLDER MAX_LENGTH.
 """
 
+import os
 import sys
 import tempfile
 import time
@@ -11,6 +12,7 @@ from typing import Any
 
 from answer import serve
 
+from tasks.settings import QUIET
 from twinkle_core.config import TemplateConfig
 from twinkle_core.template import Template, encode
 from twinkle_core.types import NoProgress
@@ -18,6 +20,7 @@ from twinkle_core.types import NoProgress
 
 def main() -> None:
     folder, model, max_length = sys.argv[1:]
+    os.environ.update(QUIET)  # as every process of the pipeline
     Template(model)  # imports what loading one takes
 
     def work() -> dict[str, Any]:

@@ -14,14 +14,15 @@ from hypothesis import strategies as st
 from tests.template import kinds
 from twinkle_core.template import Template
 from twinkle_core.template.labels import token_weights
+from twinkle_core.template.tokenized import TextTokenizer
 
 Folder = Callable[[str], Path]
 PIECES = ["🙂", "👩‍👩‍👧", "e\u0301", "one two", " ", "\n\n", "<|im_end|>", "日本", "x"]
 
 
 @pytest.fixture(scope="module")
-def bare(tokenizer_folder: Folder) -> Any:
-    return Template(tokenizer_folder(kinds.CHATML)).encoder().tokenizer
+def whole(tokenizer_folder: Folder) -> Any:
+    return Template(tokenizer_folder(kinds.CHATML)).tokenizer.backend_tokenizer
 
 
 @given(
@@ -30,24 +31,28 @@ def bare(tokenizer_folder: Folder) -> Any:
     after=st.lists(st.sampled_from(PIECES), max_size=3),
 )
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_span_takes_every_token_that_shares_a_character_with_it(bare: Any, before: list[str], inside: str, after: list[str]) -> None:
+def test_a_span_takes_every_token_that_shares_a_character_with_it(whole: Any, before: list[str], inside: str, after: list[str]) -> None:
     start = len("".join(before))
     end = start + len(inside)
-    encoding = bare.encode("".join([*before, inside, *after]), add_special_tokens=False)
-    weights = token_weights(encoding, len(encoding.ids), [(start, end, 0.5)], 0.0)
+    text = "".join([*before, inside, *after])
+    encoding = whole.encode(text, add_special_tokens=False)
+    (tokenized,) = TextTokenizer(whole)([text])
+    assert tokenized is not None and tokenized.ids.tolist() == encoding.ids
+    weights = token_weights(tokenized, [(start, end, 0.5)], 0.0)
     assert weights.tolist() == [0.5 if a < end and start < b else 0.0 for a, b in encoding.offsets]
     assert weights.any()
 
 
-def test_all_tokens_of_an_emoji_are_taken_and_the_last_of_two_spans_wins(bare: Any) -> None:
-    encoding = bare.encode("x🙂y", add_special_tokens=False)
-    assert len(encoding.ids) == 6
-    assert token_weights(encoding, 6, [(1, 2, 1.0)], 0.0).tolist() == [0, 1, 1, 1, 1, 0]
-    assert token_weights(encoding, 6, [(0, 3, 1.0), (1, 2, 0.25)], 0.5).tolist() == [1, 0.25, 0.25, 0.25, 0.25, 1]
-    assert token_weights(encoding, 6, [], 0.5).dtype == np.float32
+def test_all_tokens_of_an_emoji_are_taken_and_the_last_of_two_spans_wins(whole: Any) -> None:
+    (tokenized,) = TextTokenizer(whole)(["x🙂y"])
+    assert tokenized is not None and len(tokenized.ids) == 6
+    assert token_weights(tokenized, [(1, 2, 1.0)], 0.0).tolist() == [0, 1, 1, 1, 1, 0]
+    assert token_weights(tokenized, [(0, 3, 1.0), (1, 2, 0.25)], 0.5).tolist() == [1, 0.25, 0.25, 0.25, 0.25, 1]
+    assert token_weights(tokenized, [], 0.5).dtype == np.float32
 
 
 @pytest.mark.parametrize("end", [0, 1])
-def test_an_empty_span_takes_nothing(end: int, bare: Any) -> None:
-    encoding = bare.encode("xy", add_special_tokens=False)
-    assert not token_weights(encoding, 2, [(end, end, 1.0)], 0.0).any()
+def test_an_empty_span_takes_nothing(end: int, whole: Any) -> None:
+    (tokenized,) = TextTokenizer(whole)(["xy"])
+    assert tokenized is not None
+    assert not token_weights(tokenized, [(end, end, 1.0)], 0.0).any()

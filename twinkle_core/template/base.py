@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,6 +18,7 @@ from twinkle_core.template.message_form import probe
 from twinkle_core.template.outcome import Outcome
 from twinkle_core.template.spans import SpanFinder
 from twinkle_core.template.stops import StopMarks
+from twinkle_core.template.tokenized import TextTokenizer
 from twinkle_core.types import IGNORE, DocumentKind, EncodedSample, Trajectory
 
 if TYPE_CHECKING:
@@ -32,7 +34,7 @@ class Template:
     """Renders and tokenizes trajectories for one tokenizer and one `TemplateConfig`.
 
     Settings come as `config`, or one by one under Twinkle's names. Labels come out shifted. Rendering is a pure function: templates that
-    print today's date get the fixed day 26 Jul 2024. `tokenizer` is the one of transformers.
+    print today's date get the fixed day 26 Jul 2024.
     """
 
     tool_call_style = "hermes_qwen"
@@ -60,8 +62,15 @@ class Template:
             raise ConfigError(f"Template takes a config or single settings, got a config and {sorted(given)}")
         self.config: TemplateConfig = config or _config(given)
         self.folder = Path(model_id)
-        self.tokenizer = _load_tokenizer(self.folder, self.config.chat_template)
-        self._encoder = self._build_encoder()
+        self._encoder = self._build_encoder(self._load())
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer of transformers: one of its own, so that what is set on it (padding, added tokens) does not reach `encode`."""
+        return self._load()
+
+    def _load(self) -> Any:
+        return _load_tokenizer(self.folder, self.config.chat_template)
 
     def encoder(self) -> Encoder:
         """What encodes: pickles, and works in a process that never imports transformers."""
@@ -109,7 +118,10 @@ class Template:
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         asked = cast(Trajectory, {**trajectory, "messages": messages[: turns[-1]] if turns else messages})
         (document,) = self._encoder.planner.plan_prompt(asked).documents
-        return list(self._encoder.tokenizer.encode(document.text, add_special_tokens=False).ids)
+        (tokenized,) = self._encoder.tokenizer([document.text])
+        if tokenized is None:
+            raise DataError("the conversation holds half of a surrogate pair, which is no Unicode; replace or remove it")
+        return [int(token) for token in tokenized.ids]
 
     def format_trajectory(self, trajectory: Trajectory, add_default_system: bool = False) -> Trajectory:
         """The trajectory with its messages as the chat template gets them; with the default system message if asked for."""
@@ -142,8 +154,8 @@ class Template:
 
         return clean_tool_calls(decoded, style or self.tool_call_style)
 
-    def _build_encoder(self) -> Encoder:
-        tokenizer, config = self.tokenizer, self.config
+    def _build_encoder(self, tokenizer: Any) -> Encoder:
+        config = self.config
         added = tokenizer.added_tokens_decoder.values()
         special = {token.content for token in added if token.special} | set(tokenizer.all_special_tokens)
         stops = StopMarks(texts=tuple(sorted(special)), eos=tokenizer.eos_token or "")
@@ -162,7 +174,7 @@ class Template:
         )
         before, after = _added_around(tokenizer)
         return Encoder(
-            tokenizer=_bare(tokenizer), planner=planner, before=before, after=after, eos=tokenizer.eos_token_id,
+            tokenizer=TextTokenizer(_bare(tokenizer)), planner=planner, before=before, after=after, eos=tokenizer.eos_token_id,
             max_length=config.max_length, truncation=config.truncation, skip_bad_rows=config.on_bad_row == "skip",
         )  # fmt: skip
 
@@ -208,10 +220,10 @@ def _config(given: dict[str, Any]) -> TemplateConfig:
 
 
 def _bare(tokenizer: Any) -> Any:
-    """A copy of the Rust tokenizer that neither adds tokens, nor cuts, pads or trims offsets."""
-    from tokenizers import Tokenizer, processors
+    """Its Rust tokenizer, from now on without adding tokens, cutting, padding or trimming offsets."""
+    from tokenizers import processors
 
-    bare = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    bare = tokenizer.backend_tokenizer
     bare.no_truncation()
     bare.no_padding()
     bare.post_processor = processors.ByteLevel(trim_offsets=False)

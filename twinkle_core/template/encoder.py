@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from twinkle_core.errors import DataError
 from twinkle_core.template.documents import Document, Plan, Planner
 from twinkle_core.template.labels import Rule, Tokens, outcome, token_weights
 from twinkle_core.template.outcome import Outcome
+from twinkle_core.template.tokenized import TextTokenizer, Tokenized
 from twinkle_core.types import DocumentKind, Trajectory
 
 
@@ -24,8 +24,7 @@ class Encoder:
     with the end-of-text token after them; labels are already shifted.
     """
 
-    tokenizer: Tokenizer
-    """Without post-processor: it adds nothing, and shifts no offset."""
+    tokenizer: TextTokenizer
     planner: Planner
     before: tuple[int, ...]
     """What the tokenizer puts before a text that is no conversation."""
@@ -44,9 +43,9 @@ class Encoder:
         plan_one = self.planner.plan_prompt if add_generation_prompt else self.planner.plan
         plans = [self._attempt(number, plan_one, trajectory) for number, trajectory in enumerate(trajectories, start=1)]
         texts = [document.text for plan in plans if isinstance(plan, Plan) for document in plan.documents]
-        encodings = iter(self._encode(texts))
+        tokenized = iter(self.tokenizer(texts) if texts else [])
         return [
-            plan if isinstance(plan, Outcome) else self._attempt(number, self._finish, plan, [next(encodings) for _ in plan.documents])
+            plan if isinstance(plan, Outcome) else self._attempt(number, self._finish, plan, [next(tokenized) for _ in plan.documents])
             for number, plan in enumerate(plans, start=1)
         ]
 
@@ -58,38 +57,29 @@ class Encoder:
                 return Outcome(refused=str(error))
             raise DataError(f"conversation {number}: {error}") from None
 
-    def _encode(self, texts: list[str]) -> Sequence[Any]:
-        """Encodings; None for a text that is no Unicode (half of a surrogate pair)."""
-        try:
-            return self.tokenizer.encode_batch(texts, add_special_tokens=False)
-        except (UnicodeEncodeError, TypeError):
-            return [self._encode_one(text) for text in texts]
-
-    def _encode_one(self, text: str) -> Any:
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError:
-            return None
-        return self.tokenizer.encode(text, add_special_tokens=False)
-
-    def _finish(self, plan: Plan, encodings: Sequence[Any]) -> Outcome:
-        documents = [self._tokens(document, encoding) for document, encoding in zip(plan.documents, encodings, strict=True)]
+    def _finish(self, plan: Plan, found: Sequence[Tokenized | None]) -> Outcome:
+        documents = [self._tokens(document, tokenized) for document, tokenized in zip(plan.documents, found, strict=True)]
         return outcome(documents, self.truncation, self.max_length, plan.unprinted_tools)
 
-    def _tokens(self, document: Document, encoding: Any) -> Tokens:
-        if encoding is None:
+    def _tokens(self, document: Document, tokenized: Tokenized | None) -> Tokens:
+        if tokenized is None:
             raise DataError("the text holds half of a surrogate pair, which is no Unicode; replace or remove it")
-        ids = encoding.ids
         if document.plain:
-            ids = [*self.before, *ids, *self.after]
-            if document.kind == DocumentKind.PLAIN:
-                if self.eos is None:
-                    raise DataError("the tokenizer has no eos_token to end a text with; set it in tokenizer_config.json")
-                ids = ids if self.after[-1:] == (self.eos,) else [*ids, self.eos]
+            ids = self._around(document, tokenized.ids)
             weights, weighted = np.full(len(ids), document.base, dtype=np.float32), False
         else:
-            weights = token_weights(encoding, len(ids), document.spans, document.base)
+            ids = tokenized.ids
+            weights = token_weights(tokenized, document.spans, document.base)
             weighted = any(weight not in (0, 1) for _, _, weight in document.spans)
-        if not ids:
+        if not len(ids):
             raise DataError("the text has no token")
-        return Tokens(np.array(ids, dtype=np.int32), weights, document.kind, weighted)
+        return Tokens(ids, weights, document.kind, weighted)
+
+    def _around(self, document: Document, ids: np.ndarray) -> np.ndarray:
+        """The ids of a text with the tokenizer's own around them, and its end where it is to be learnt."""
+        end: tuple[int, ...] = ()
+        if document.kind == DocumentKind.PLAIN:
+            if self.eos is None:
+                raise DataError("the tokenizer has no eos_token to end a text with; set it in tokenizer_config.json")
+            end = () if self.after[-1:] == (self.eos,) else (self.eos,)
+        return np.concatenate([np.array(self.before, np.int32), ids, np.array(self.after + end, np.int32)])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from twinkle_core.errors import DataError
 from twinkle_core.template.outcome import Outcome
+from twinkle_core.template.tokenized import Tokenized
 from twinkle_core.types import IGNORE, DocumentKind, EncodedSample
 
 Rule = Literal["raise", "delete", "left", "right", "split"]
@@ -28,30 +29,14 @@ class Tokens:
     """Some weight may be neither 0 nor 1."""
 
 
-def token_weights(encoding: Any, num_tokens: int, spans: Sequence[tuple[int, int, float]], base: float) -> np.ndarray:
+def token_weights(tokenized: Tokenized, spans: Sequence[tuple[int, int, float]], base: float) -> np.ndarray:
     """Float32 [T]: the weight of the span that a token shares a character with (of the last such span), else `base`.
 
     Whole tokens, and all tokens of a character: the tokenizer's own mask stops at the first, and so loses the end of an emoji.
     """
-    weights = np.full(num_tokens, base, dtype=np.float32)
-    to_token, to_chars = encoding.char_to_token, encoding.token_to_chars
+    weights = np.full(len(tokenized.ids), base, dtype=np.float32)
     for start, end, weight in spans:
-        if start >= end:
-            continue
-        first = to_token(start)
-        while first is None and start < end - 1:
-            start += 1
-            first = to_token(start)
-        last = to_token(end - 1)
-        while last is None and end - 1 > start:
-            end -= 1
-            last = to_token(end - 1)
-        if first is None or last is None:
-            continue
-        last += 1
-        while last < num_tokens and (chars := to_chars(last)) is not None and chars[0] < end:
-            last += 1
-        weights[first:last] = weight
+        weights[tokenized.between(start, end)] = weight
     return weights
 
 
@@ -133,6 +118,7 @@ def _loss_weights(documents: Sequence[Tokens]) -> np.ndarray | None:
 
 
 def _labels(document: Tokens) -> np.ndarray:
-    labels = np.full(len(document.ids), IGNORE, dtype=np.int32)
-    np.copyto(labels[:-1], document.ids[1:], where=document.weights[1:] != 0)
+    labels = np.empty(len(document.ids), dtype=np.int32)
+    labels[:-1] = np.where(document.weights[1:], document.ids[1:], IGNORE)
+    labels[-1] = IGNORE
     return labels

@@ -22,12 +22,12 @@ from twinkle_core.template.lines import BadRow, EncodeLines, Encodes, SampleColu
 from twinkle_core.template.processes import ProcessMap, available_cores
 from twinkle_core.types import KeepParts, PartSink, Progress
 
-VERSION = 3
+VERSION = 4
 """Raised when the same rows and settings would give other files."""
 
 PART_ROWS = 32768
 """Lines of the .jsonl file that one Arrow file covers."""
-BATCH_ROWS = 512
+BATCH_ROWS = 384
 """Most lines that are tokenized in one call; their samples are one Arrow record batch."""
 BATCH_BYTES = 1 << 20
 """Most text of such a batch, unless a single line is larger."""

@@ -1,0 +1,128 @@
+"""Texts -> token ids, and which of them a stretch of characters gave."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenized:
+    """The tokens of one text.
+
+    Example: of "x🙂y" in byte-level tokens, one for each byte: starts [0, 1, 2, 3, 4, 5], ends [1, 2, 3, 4, 5, 6], and the emoji,
+    `between(1, 2)`, is slice(1, 5).
+    """
+
+    ids: np.ndarray
+    """[T] int32."""
+    starts: np.ndarray
+    """[T] where each token starts in the text: bytes of UTF-8, or characters."""
+    ends: np.ndarray
+    """[T] where it ends; neither falls."""
+    places: np.ndarray | None
+    """[C + 1] start of each character, and the end, in those units; None where they are the characters' numbers."""
+
+    def between(self, start: int, end: int) -> slice:
+        """All tokens that share a character with the characters from `start` to before `end`."""
+        if self.places is not None:
+            start, end = int(self.places[start]), int(self.places[end])
+        if start >= end:
+            return slice(0, 0)
+        return slice(int(self.ends.searchsorted(start, "right")), int(self.starts.searchsorted(end, "left")))
+
+
+class TextTokenizer:
+    """A Rust tokenizer that puts no token of its own around a text. Pickles.
+
+    The tokens of a byte-level tokenizer are the bytes of the text, cut up, so their lengths tell where each stands, and the tokenizer
+    need not trace that: a third faster. Where the lengths do not add up to the text (an added token took the blanks beside it), and for
+    other tokenizers, the tokenizer is asked.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._normalizer = tokenizer.normalizer
+        self._num_bytes = bytes_of_tokens(tokenizer)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TextTokenizer, (self._tokenizer,)
+
+    def __call__(self, texts: Sequence[str]) -> list[Tokenized | None]:
+        """The tokens of each text; None for one that is no Unicode (it has half of a surrogate pair)."""
+        try:
+            return self._by_lengths(texts) if self._num_bytes is not None else self._by_offsets(texts)
+        except (UnicodeEncodeError, TypeError):
+            return [None] if len(texts) == 1 else [tokenized for text in texts for tokenized in self([text])]
+
+    def _by_lengths(self, texts: Sequence[str]) -> list[Tokenized | None]:
+        found = [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+        ids = np.array(list(chain.from_iterable(found)), dtype=np.int32)
+        ends = np.concatenate([[0], np.cumsum(self._num_bytes[ids])])  # type: ignore[index]
+        made: list[Tokenized | None] = []
+        first = 0
+        for text, last in zip(texts, np.cumsum([len(own) for own in found]).tolist(), strict=True):
+            places = None if text.isascii() else _byte_places(text)
+            bounds = ends[first : last + 1] - ends[first]
+            as_it_is = places is None or self._normalizer is None or self._normalizer.normalize_str(text) == text
+            if as_it_is and bounds[-1] == (len(text) if places is None else places[-1]):
+                made.append(Tokenized(ids[first:last], bounds[:-1], bounds[1:], places))
+            else:
+                made += self._by_offsets([text])
+            first = last
+        return made
+
+    def _by_offsets(self, texts: Sequence[str]) -> list[Tokenized | None]:
+        made: list[Tokenized | None] = []
+        for encoding in self._tokenizer.encode_batch(list(texts), add_special_tokens=False):
+            offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+            made.append(Tokenized(np.array(encoding.ids, dtype=np.int32), offsets[:, 0], offsets[:, 1], None))
+        return made
+
+
+def _byte_places(text: str) -> np.ndarray:
+    """[C + 1] int64: where each character starts in the UTF-8 of the text, and its end."""
+    code = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
+    return np.concatenate([[0], np.cumsum(1 + (code >= 0x80) + (code >= 0x800) + (code >= 0x10000))])
+
+
+def bytes_of_tokens(tokenizer: Tokenizer) -> np.ndarray | None:
+    """[V] int64 number of bytes of UTF-8 that each token stands for; None where the tokens of a text are not its bytes, cut up.
+
+    They are for a BPE over bytes (GPT-2's, https://github.com/openai/gpt-2/blob/master/src/encoder.py: each byte is one character of a
+    token) whose pre-tokenizer neither adds nor takes away, without a normalizer other than NFC, which leaves ASCII as it is.
+    """
+    model, before, normalizer = tokenizer.model, _form(tokenizer.pre_tokenizer), _form(tokenizer.normalizer)
+    if not isinstance(model, BPE) or model.unk_token or model.continuing_subword_prefix or model.end_of_word_suffix:
+        return None
+    steps = before.get("pretokenizers", [before])
+    whole = all(
+        (step.get("type") == "ByteLevel" and not step["add_prefix_space"])
+        or (step.get("type") == "Split" and step["behavior"] != "Removed")
+        or step.get("type") == "Digits"
+        for step in steps
+    )
+    if (
+        not whole
+        or steps[-1].get("type") != "ByteLevel"
+        or any(one["type"] != "NFC" for one in normalizer.get("normalizers", [normalizer]) if one)
+    ):
+        return None
+    vocabulary, added = tokenizer.get_vocab(with_added_tokens=False), tokenizer.get_added_tokens_decoder()
+    num_bytes = np.zeros(1 + max(*vocabulary.values(), *added), dtype=np.int64)
+    num_bytes[list(vocabulary.values())] = [len(token) for token in vocabulary]
+    for number, token in added.items():
+        num_bytes[number] = len(token.content.encode())
+    return num_bytes
+
+
+def _form(step: Any) -> dict[str, Any]:
+    """A step of the tokenizer as in tokenizer.json; {} for None."""
+    return {} if step is None else dict(json.loads(step.__getstate__()))
