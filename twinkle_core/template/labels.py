@@ -34,7 +34,7 @@ def token_weights(tokenized: Tokenized, spans: Sequence[tuple[int, int, float]],
 
     Whole tokens, and all tokens of a character: the tokenizer's own mask stops at the first, and so loses the end of an emoji.
     """
-    weights = np.full(len(tokenized.ids), base, dtype=np.float32)
+    weights = np.full(len(tokenized.ids), base, dtype=np.float32) if base else np.zeros(len(tokenized.ids), dtype=np.float32)
     for start, end, weight in spans:
         weights[tokenized.between(start, end)] = weight
     return weights
@@ -79,7 +79,7 @@ _LEARNT = frozenset({DocumentKind.PLAIN, DocumentKind.CHOSEN, DocumentKind.REJEC
 
 def _learns(documents: Sequence[Tokens]) -> bool:
     """Every document that is to be learnt has a supervised token; prompts and embeddings need none."""
-    return all(document.kind not in _LEARNT or bool(document.weights[1:].any()) for document in documents)
+    return all(document.kind not in _LEARNT or np.count_nonzero(document.weights[1:]) for document in documents)
 
 
 def _cut(document: Tokens, rule: Rule, limit: int) -> Tokens:

@@ -64,7 +64,7 @@ class TextTokenizer:
 
     def _by_lengths(self, texts: Sequence[str]) -> list[Tokenized | None]:
         found = [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
-        ids = np.array(list(chain.from_iterable(found)), dtype=np.int32)
+        ids = np.fromiter(chain.from_iterable(found), dtype=np.int32)
         ends = np.concatenate([[0], np.cumsum(self._num_bytes[ids])])  # type: ignore[index]
         made: list[Tokenized | None] = []
         first = 0
