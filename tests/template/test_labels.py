@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer
 
 from tests.template import kinds
 from twinkle_core.template import Template
@@ -56,3 +57,32 @@ def test_an_empty_span_takes_nothing(end: int, whole: Any) -> None:
     (tokenized,) = TextTokenizer(whole)(["xy"])
     assert tokenized is not None
     assert not token_weights(tokenized, [(end, end, 1.0)], 0.0).any()
+
+
+@pytest.mark.parametrize(
+    ("added", "head"),
+    [
+        (AddedToken("<a>", normalized=False), 5),
+        (AddedToken("<a>", normalized=False, rstrip=True), 0),
+        (AddedToken("<a>", normalized=False, lstrip=True), 0),
+        (AddedToken("<a>", normalized=False, single_word=True), 0),
+        (AddedToken("<a>", normalized=True), 0),
+    ],
+)
+def test_a_shared_start_is_cut_only_where_its_tokens_stay_the_same_whatever_follows(whole: Any, added: AddedToken, head: int) -> None:
+    tokenizer = Tokenizer.from_str(whole.to_str())
+    tokenizer.add_tokens([added])
+    tokenize = TextTokenizer(tokenizer)
+    assert tokenize._cut("x <a> y")[0] == head
+    for text in ("x <a> y", "x <a>y", "x <a>\n\ny", "x <a>a>y"):
+        (tokenized,) = tokenize([text], [len("x <a>")])
+        assert tokenized is not None and tokenized.ids.tolist() == tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def test_a_shared_start_is_not_cut_inside_a_longer_added_token(whole: Any) -> None:
+    tokenizer = Tokenizer.from_str(whole.to_str())
+    tokenizer.add_tokens([AddedToken("<a>", normalized=False), AddedToken("<a>b", normalized=False)])
+    tokenize = TextTokenizer(tokenizer)
+    for text in ("x <a>y", "x <a>by"):
+        (tokenized,) = tokenize([text], [len("x <a>")])
+        assert tokenized is not None and tokenized.ids.tolist() == tokenizer.encode(text, add_special_tokens=False).ids

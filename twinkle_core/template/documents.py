@@ -24,6 +24,8 @@ class Document:
     spans: Sequence[tuple[int, int, float]] = ()
     base: float = 0.0
     """Weight of what no span covers."""
+    head: int = 0
+    """So many characters at its start recur in other conversations."""
     plain: bool = False
     """Gets the tokenizer's own special tokens (a chat template writes its own), and the end of a text to learn."""
 
@@ -108,7 +110,8 @@ class Planner:
         tools = trajectory.get("tools")
         rendered = self._finder(tools).find(self._form.messages(given), tools, weights)
         spans = [(start, end, weights[number]) for number in rendered.turns for start, end in rendered.turns[number]]
-        return Document(rendered.text, kind, spans, base=1.0 if learn == "all" else 0.0), rendered.unprinted_tools
+        base = 1.0 if learn == "all" else 0.0
+        return Document(rendered.text, kind, spans, base, rendered.head), rendered.unprinted_tools
 
 
 def _weights(messages: Sequence[Mapping[str, Any]], learn: Learn, first: int) -> dict[int, float]:

@@ -42,8 +42,8 @@ class Encoder:
         """
         plan_one = self.planner.plan_prompt if add_generation_prompt else self.planner.plan
         plans = [self._attempt(number, plan_one, trajectory) for number, trajectory in enumerate(trajectories, start=1)]
-        texts = [document.text for plan in plans if isinstance(plan, Plan) for document in plan.documents]
-        tokenized = iter(self.tokenizer(texts) if texts else [])
+        documents = [document for plan in plans if isinstance(plan, Plan) for document in plan.documents]
+        tokenized = iter(self.tokenizer([document.text for document in documents], [document.head for document in documents]))
         return [
             plan if isinstance(plan, Outcome) else self._attempt(number, self._finish, plan, [next(tokenized) for _ in plan.documents])
             for number, plan in enumerate(plans, start=1)

@@ -27,6 +27,8 @@ class Rendered:
     turns: dict[int, list[Span]]
     """Characters of each turn asked for, stop mark included, by message number; none of a turn that the template does not show."""
     unprinted_tools: bool
+    head: int = 0
+    """So many characters at its start are the same in all conversations of this shape."""
 
 
 class SpanFinder:
@@ -66,7 +68,7 @@ class SpanFinder:
         turns = {number: [spans[number]] for number in wanted if number in spans}
         if turns and not layout.stopped and any(messages[number]["role"] == "assistant" for number in turns):
             raise _no_stop(text, turns)
-        return Rendered(text, turns, unprinted)
+        return Rendered(text, turns, unprinted, len(layout.literals[0]))
 
     def _by_layout(
         self, messages: Messages, tools: Any, text: str, wanted: Mapping[int, float]

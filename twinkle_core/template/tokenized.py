@@ -12,6 +12,8 @@ import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
+CACHED_HEADS = 512
+
 
 @dataclass(frozen=True, slots=True)
 class Tokenized:
@@ -44,26 +46,36 @@ class TextTokenizer:
 
     The tokens of a byte-level tokenizer are the bytes of the text, cut up, so their lengths tell where each stands, and the tokenizer
     need not trace that: a third faster. Where the lengths do not add up to the text (an added token took the blanks beside it), and for
-    other tokenizers, the tokenizer is asked.
+    other tokenizers, the tokenizer is asked. The start that conversations share (system message, tools) is tokenized once.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._normalizer = tokenizer.normalizer
         self._num_bytes = bytes_of_tokens(tokenizer)
+        self._added = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
+        self._heads: dict[str, tuple[int, list[int]]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TextTokenizer, (self._tokenizer,)
 
-    def __call__(self, texts: Sequence[str]) -> list[Tokenized | None]:
-        """The tokens of each text; None for one that is no Unicode (it has half of a surrogate pair)."""
+    def __call__(self, texts: Sequence[str], heads: Sequence[int] | None = None) -> list[Tokenized | None]:
+        """The tokens of each text; None for one that is no Unicode (it has half of a surrogate pair).
+
+        `heads` may say how many characters at the start of each are also the start of others.
+        """
+        if not texts:
+            return []
         try:
-            return self._by_lengths(texts) if self._num_bytes is not None else self._by_offsets(texts)
+            return self._by_lengths(texts, heads or [0] * len(texts)) if self._num_bytes is not None else self._by_offsets(texts)
         except (UnicodeEncodeError, TypeError):
             return [None] if len(texts) == 1 else [tokenized for text in texts for tokenized in self([text])]
 
-    def _by_lengths(self, texts: Sequence[str]) -> list[Tokenized | None]:
-        found = [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+    def _by_lengths(self, texts: Sequence[str], heads: Sequence[int]) -> list[Tokenized | None]:
+        known = [self._head(text[:head]) for text, head in zip(texts, heads, strict=True)]
+        rest = [text[length:] for text, (length, _) in zip(texts, known, strict=True)]
+        encodings = self._tokenizer.encode_batch_fast(rest, add_special_tokens=False)
+        found = [before + encoding.ids for (_, before), encoding in zip(known, encodings, strict=True)]
         ids = np.fromiter(chain.from_iterable(found), dtype=np.int32)
         ends = np.concatenate([[0], np.cumsum(self._num_bytes[ids])])  # type: ignore[index]
         made: list[Tokenized | None] = []
@@ -78,6 +90,29 @@ class TextTokenizer:
                 made += self._by_offsets([text])
             first = last
         return made
+
+    def _head(self, text: str) -> tuple[int, list[int]]:
+        """How much of the start of a text has the same tokens whatever follows, and these: up to its last added token."""
+        if text not in self._heads:
+            if len(self._heads) >= CACHED_HEADS:
+                self._heads.clear()
+            self._heads[text] = self._cut(text)
+        return self._heads[text]
+
+    def _cut(self, text: str) -> tuple[int, list[int]]:
+        """An added token is looked for before anything else, and parts the text, unless it looks at its neighbours itself."""
+        parting = [
+            content
+            for content, token in self._added.items()
+            if content in text and not (token.normalized or token.lstrip or token.rstrip or token.single_word)
+        ]
+        start, last = max(((text.rfind(content), content) for content in parting), default=(-1, ""))
+        head = text[: start + len(last)] if parting else ""
+        longer = any(head.endswith(content[:length]) for content in self._added for length in range(1, len(content)))
+        if not head or longer:
+            return 0, []
+        ids = self._tokenizer.encode(head, add_special_tokens=False).ids
+        return (len(head), ids) if ids[-1] == self._tokenizer.token_to_id(last) else (0, [])
 
     def _by_offsets(self, texts: Sequence[str]) -> list[Tokenized | None]:
         made: list[Tokenized | None] = []
