@@ -9,8 +9,9 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from storage.artifact import FileEntry
 from storage.store import Store
@@ -85,7 +86,7 @@ class ShardCache:
         inode = os.fstat(file.fileno()).st_ino
         if (entry.sha256, inode) in self._seen_whole:
             return True
-        if hashlib.file_digest(file, "sha256").hexdigest() == entry.sha256:
+        if hashlib.file_digest(cast(BufferedReader, file), "sha256").hexdigest() == entry.sha256:
             file.seek(0)
             self._seen_whole.add((entry.sha256, inode))
             return True
