@@ -116,12 +116,14 @@ def made(name: str) -> tuple[Tokenizer, TextTokenizer]:
     return tokenizer, TextTokenizer(tokenizer)
 
 
-@pytest.mark.parametrize("name", [*MADE, *NAMES])
-@settings(max_examples=60, deadline=None)
-@given(texts=st.lists(TEXTS, min_size=1, max_size=3), cut=st.tuples(st.floats(0, 1), st.floats(0, 1)))
-@example(["  é<x><x>", "éé\xa0<x><x>\x7f", " <x>鬼<y> w", "   <x>x", "Å<y>\u2028", "\r\n   <x>x"], (0.0, 1.0))
-@example([" <x>鬼", "  <x>é", "  <x>Å", "<y> é"], (0.3, 0.9))
-def test_tokens_between_two_characters_are_those_whose_offsets_overlap_them(name: str, texts: list[str], cut: tuple[float, float]) -> None:
+HARD = [
+    "  é<x><x>", "éé\xa0<x><x>\x7f", " <x>鬼<y> w", " <x>鬼", "  <x>é", "  <x>Å", "   <x>x", "\r\n   <x>x", "Å<y>\u2028", "<y> é", "",
+    "\x00", "a\u200db", "\ufeffe\u0301", "  <x>  <y>  <z> <z>z", "don't  0123 일\u1100\u1161",
+]  # fmt: skip
+CUTS = st.tuples(st.floats(0, 1), st.floats(0, 1))
+
+
+def obeys(name: str, texts: Sequence[str], cut: tuple[float, float]) -> None:
     tokenizer, ours = made(name)
     for text, tokenized in zip(texts, ours(texts), strict=True):
         encoding = tokenizer.encode(text, add_special_tokens=False)
@@ -130,6 +132,23 @@ def test_tokens_between_two_characters_are_those_whose_offsets_overlap_them(name
         for start, end in [chosen, *([at, at + 1] for at in range(len(text)))]:
             expected = [number for number, (a, b) in enumerate(encoding.offsets) if a < end and start < b and start < end]
             assert list(range(len(encoding.ids)))[tokenized.between(start, end)] == expected, (text, start, end)
+
+
+@pytest.mark.parametrize("name", [*MADE, *NAMES])
+@settings(max_examples=20, deadline=None)
+@given(texts=st.lists(TEXTS, min_size=1, max_size=3), cut=CUTS)
+@example(HARD, (0.0, 1.0))
+@example(HARD, (0.3, 0.9))
+def test_tokens_between_two_characters_are_those_whose_offsets_overlap_them(name: str, texts: list[str], cut: tuple[float, float]) -> None:
+    obeys(name, texts, cut)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*MADE, *NAMES])
+@settings(max_examples=400, deadline=None)
+@given(texts=st.lists(TEXTS, min_size=1, max_size=3), cut=CUTS)
+def test_tokens_between_two_characters_at_length(name: str, texts: list[str], cut: tuple[float, float]) -> None:
+    obeys(name, texts, cut)
 
 
 @pytest.mark.parametrize("name", [*MADE, *NAMES])
