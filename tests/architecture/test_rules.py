@@ -10,6 +10,7 @@ ENVIRONMENT_READERS = {"tasks/settings.py"}
 BROAD_EXCEPT: dict[str, str] = {
     "twinkle_core/infra/local_group.py": "a worker's error of any kind is told to the other ranks, then raised",
     "twinkle_core/model/background_save.py": "the thread's error of any kind is kept and raised by the caller's `end_save`",
+    "twinkle_core/template/processes.py": "an encoding process sends its error of any kind to the process that reads the results",
 }
 """File → why a broad except that does not re-raise stands there: only at the edge of a process or thread."""
 OPEN_ARGUMENTS: dict[str, str] = {

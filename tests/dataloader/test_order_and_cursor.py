@@ -232,3 +232,14 @@ def test_no_rows_too_long_rows_and_torch_settings_are_refused() -> None:
 def test_a_function_may_make_the_data_set() -> None:
     assert len(DataLoader(lambda: Rows(8), batch_size=2)) == 4
     assert len(DataLoader([1, 2, 3], batch_size=2, num_epochs=1)) == 2
+
+
+def test_a_cursor_is_a_whole_number() -> None:
+    loader = DataLoader(Rows(8), batch_size=2)
+    loader.resume_from_checkpoint(np.int64(4))  # type: ignore[arg-type]
+    assert loader.get_state() == {"consumed_train_samples": 4} and loader.remaining == 2
+    for wrong in (4.0, "4", None):
+        with pytest.raises(ConfigError, match=r"consumed_train_samples is a whole number, got"):
+            loader.resume_from_checkpoint(wrong)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=r"consumed_train_samples is a whole number, got"):
+            loader.load_state_dict({"consumed_train_samples": wrong})

@@ -85,3 +85,11 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'xlsx' is not one of jsonl, json, csv, parquet"):
         dataset.save_as(tmp_path / "rows.xlsx")
     assert not list(tmp_path.iterdir())
+
+
+def test_the_rows_of_a_training_loop_are_not_saved_by_themselves(tmp_path: Path) -> None:
+    dataset = Dataset(DatasetMeta(data=ROWS))
+    dataset.save_as(tmp_path / "rows.jsonl", batch_size=1, mode="immediate")
+    with pytest.raises(ConfigError, match="no mode 'training', only 'immediate'"):
+        dataset.save_as(tmp_path / "other.jsonl", mode="training")
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]

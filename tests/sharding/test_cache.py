@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -10,7 +12,9 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,8 +27,9 @@ from tests.servers import create_bucket, s3_server
 from tests.sharding.cache_reader import slow_store
 from tests.sharding.shard_files import assert_same, random_rows, write_folder
 from twinkle_core.dataloader import DataLoader
-from twinkle_core.errors import ConfigError, DamagedError
+from twinkle_core.errors import ConfigError, DamagedError, StorageError
 from twinkle_core.sharding import PackedDataset, ShardCache
+from twinkle_core.sharding.cache import DISK_SLACK_BYTES
 from twinkle_core.types import PackedRow
 
 SIZE = 10_000
@@ -282,3 +287,91 @@ def test_rows_come_from_s3_cold_and_warm(tmp_path: Path, monkeypatch: pytest.Mon
                 store.delete(info.key)
         warm = PackedDataset.open(store, "data/shard/k/a", files, ShardCache(tmp_path / "cache", 1 << 20))
         assert ids(DataLoader(warm, batch_size=4, num_epochs=2)) == cold
+
+
+class SmallDisk:
+    """A disk of `num_bytes` on which the cache lies: what is linked in its folder takes room, and nothing else."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, num_bytes: int) -> None:
+        self.folder, self.num_bytes = folder, num_bytes
+        self.failed = 0
+        monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=self.free() + DISK_SLACK_BYTES))
+        download = Store.download
+
+        def write(store: Store, key: str, path: Path) -> None:
+            if folder in path.parents and store.size(key) > self.free():
+                self.failed += 1
+                raise OSError(errno.ENOSPC, "No space left on device", str(path))
+            download(store, key, path)
+
+        monkeypatch.setattr(Store, "download", write)
+
+    def free(self) -> int:
+        used = 0
+        for folder, _, names in os.walk(self.folder):
+            for path in (Path(folder, name) for name in names if not name.endswith("lock")):
+                with suppress(FileNotFoundError):
+                    used += path.stat().st_size
+        return self.num_bytes - used
+
+
+def test_a_damaged_file_is_fetched_again_by_the_next_process(tmp_path: Path) -> None:
+    store, cache = open_store(str(tmp_path / "store")), ShardCache(tmp_path / "cache", 3 * SIZE)
+    entry = put_files(store, 1)[0]
+    cache.open(store, "data", entry).close()
+    with (cache.folder / entry.sha256).open("r+b") as file:
+        file.seek(SIZE // 2)
+        file.write(b"damaged")
+    for other in (
+        pickle.loads(pickle.dumps(cache)),  # noqa: S301  # our own bytes
+        ShardCache(cache.folder, 3 * SIZE),
+    ):
+        with other.open(store, "data", entry) as file:
+            assert digest_bytes(file.read()) == entry.sha256
+    assert held(cache) == [entry.sha256]
+
+
+def test_on_a_disk_smaller_than_the_cache_files_that_nobody_reads_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, cache = open_store(str(tmp_path / "store")), ShardCache(tmp_path / "cache", 100 * SIZE)
+    entries = put_files(store, 6)
+    disk = SmallDisk(monkeypatch, cache.folder, 3 * SIZE)
+    with cache.open(store, "data", entries[0]):
+        for number in (1, 2, 3, 4):
+            cache.open(store, "data", entries[number]).close()
+        assert held(cache) == sorted(entries[number].sha256 for number in (0, 3, 4))
+    assert disk.failed == 0
+
+
+def test_a_full_disk_is_told_and_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the lock of the file nor a part of it stays, wherever the write fails."""
+    store, cache = open_store(str(tmp_path / "store")), ShardCache(tmp_path / "cache", 3 * SIZE)
+    entry = put_files(store, 1)[0]
+    message = r"disk of the shard cache .* is full: 75535 bytes are free, and f0 of 10000 bytes is to be fetched"
+    with monkeypatch.context() as patch:
+        SmallDisk(patch, cache.folder, SIZE - 1)
+        with pytest.raises(StorageError, match=message):
+            cache.open(store, "data", entry)
+
+        def full(handle: int, data: bytes, at: int) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(StorageError, match=message):
+            cache.open(store, "data", entry)
+    assert [path.name for path in cache.folder.iterdir()] == ["lock"]
+    with ThreadPoolExecutor(1) as pool:
+        assert digest_bytes(pool.submit(cache.open, store, "data", entry).result(timeout=20).read()) == entry.sha256
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_rows_are_read_whole_on_a_disk_smaller_than_the_cache(
+    stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_workers: int
+) -> None:
+    store, _, files = stored
+    cache = ShardCache(tmp_path / "cache", 1 << 30)
+    settings = {"batch_size": 3, "num_epochs": 2, "shuffle_shards": 2}
+    expected = ids(DataLoader(PackedDataset(tmp_path / "shards"), **settings))
+    remote = PackedDataset.open(store, "data/shard/k/a", files, cache)
+    disk = SmallDisk(monkeypatch, cache.folder, 3 * shard_bytes(files))
+    assert ids(DataLoader(remote, num_workers=num_workers, **settings)) == expected
+    assert disk.num_bytes < sum(entry.size for entry in files if entry.path.startswith("shard-"))

@@ -82,7 +82,7 @@ class _Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def proxy(s3_settings: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     with Proxy(urlsplit(s3_settings["AWS_ENDPOINT_URL"]).netloc) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_address[1]}")
         yield server
         server.shutdown()
@@ -217,6 +217,7 @@ def test_a_server_that_is_not_there_or_has_no_bucket_is_named(s3_settings: dict[
         open_store("s3://tests/x").get("k")
 
 
+@pytest.mark.slow  # a page is a thousand objects, and each is to be written
 def test_a_listing_goes_on_past_the_thousand_of_a_page(direct: Store) -> None:
     keys = [f"many/{number:04d}" for number in range(1003)]
     with ThreadPoolExecutor(8) as pool:

@@ -3,9 +3,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import pickle
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +24,7 @@ from twinkle_core.errors import DataError, WorkerLostError
 from twinkle_core.preprocessor.run import trajectory_line
 from twinkle_core.sharding import EncodedDataset
 from twinkle_core.template import Outcome, Template, encode
-from twinkle_core.template.processes import IN_FLIGHT_BYTES, ProcessMap
+from twinkle_core.template.processes import IN_FLIGHT_BYTES, ProcessMap, _reply
 from twinkle_core.types import NoProgress, Trajectory
 
 _spec = importlib.util.spec_from_file_location("template_kinds_stage", Path(__file__).parent / "conftest.py")
@@ -239,9 +242,12 @@ class Echo:
     slow_seconds: float = 0.0
     kill: bytes = b"-"
     parent: int = 0
+    fail: Exception | None = None
 
     def __call__(self, item: bytes) -> tuple[bytes, int]:
         time.sleep(self.slow_seconds)
+        if self.fail is not None and os.getpid() != self.parent:
+            raise self.fail
         if item == self.kill and os.getpid() != self.parent:
             os.kill(os.getpid(), signal.SIGKILL)
         return item, os.getpid()
@@ -286,6 +292,54 @@ def test_a_killed_process_is_an_error_at_once() -> None:
         with ProcessMap(Echo(0.05, kill=b"die", parent=os.getpid()), 3) as mapped:
             list(mapped([b"x"] * 60 + [b"die"] * 60 + [b"x"] * 4000))
     assert time.monotonic() - began < 30
+
+
+class OneWay(Exception):
+    """Pickles, and cannot be made again."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("test_code_importable")
+@pytest.mark.parametrize("error", [DataError("row 7 is odd"), OSError(28, "disk full"), MemoryError("enough")])
+def test_what_the_work_raises_in_a_process_is_raised_here(error: Exception) -> None:
+    with pytest.raises(type(error), match=re.escape(str(error))) as caught:
+        with ProcessMap(Echo(0.01, parent=os.getpid(), fail=error), 2) as mapped:
+            list(mapped([b"x"] * 4000))
+    assert "in __call__" in "".join(caught.value.__notes__)
+    assert not any(thread.name.startswith("encode") for thread in threading.enumerate())
+
+
+def test_an_error_that_cannot_be_pickled_keeps_its_name_and_reason() -> None:
+    def work(item: bytes) -> Any:
+        if item == b"error":
+            raise OneWay(3, "no way back")
+        return lambda: item  # a result that does not pickle
+
+    result, error = pickle.loads(_reply(work, b"error"))  # noqa: S301 - our own bytes
+    assert result is None and type(error) is RuntimeError and str(error) == "OneWay: no way back"
+    result, error = pickle.loads(_reply(work, b"result"))  # noqa: S301 - our own bytes
+    assert result is None and "pickle local object" in str(error)
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_whole_group() -> None:
+    """The terminal sends it to all of them."""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", ORPHANS.format(root=str(ROOT))],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    assert parent.stdout is not None
+    pids: set[int] = set()
+    while len(pids) < 3:
+        pids.add(int(parent.stdout.readline()))
+    os.killpg(parent.pid, signal.SIGINT)
+    _, errors = parent.communicate(timeout=30)
+    assert parent.returncode == -signal.SIGINT
+    assert errors.count("Traceback") == 1 and "KeyboardInterrupt" in errors
+    assert not any(alive(pid) for pid in pids)
 
 
 ORPHANS = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
+from operator import index as as_index
 from typing import Any
 
 import numpy as np
@@ -169,14 +170,14 @@ class DataLoader:
         if set(state) not in (known, {"consumed_train_samples"}):
             raise ConfigError(f"the state of this loader has the keys {sorted(known)}, not {sorted(state)}")
         rest = {name: value for name, value in state.items() if name != "consumed_train_samples"}
-        self._move(self._steps.load(state["consumed_train_samples"], rest))
+        self._move(self._steps.load(_whole(state["consumed_train_samples"]), rest))
 
     def resume_from_checkpoint(self, consumed_train_samples: int) -> None:
         """Puts the cursor there; at the end of the run the next loop has no steps. A stream is read up to there.
 
         Raises `ConfigError` for a number that no step of this loader ends at (another batch size, more than there is).
         """
-        self._move(self._steps.at(consumed_train_samples))
+        self._move(self._steps.at(_whole(consumed_train_samples)))
 
     def skip_consumed_samples(self, consumed_train_samples: int) -> None:
         """Twinkle's other name for `resume_from_checkpoint`: counts from the start of the run, not from the cursor."""
@@ -189,6 +190,13 @@ class DataLoader:
         if not isinstance(self._steps, NumberedSteps):
             raise TypeError("the rows of a stream have no numbers")
         return self._steps
+
+
+def _whole(consumed: Any) -> int:
+    try:
+        return as_index(consumed)
+    except TypeError:
+        raise ConfigError(f"consumed_train_samples is a whole number, got {consumed!r}") from None
 
 
 def _made(dataset: Any) -> Any:

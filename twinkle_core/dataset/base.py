@@ -131,11 +131,17 @@ class BaseDataset(ABC):
         """Images of a column (one a row, or a list) as PIL images, or with `decode=False` as bytes and paths."""
         self._add(self._operation("map", f"cast_column({column})", cast_image(column, decode), None))
 
-    def save_as(self, output_path: Path | str, format: str | None = None) -> None:
+    def save_as(self, output_path: Path | str, format: str | None = None, batch_size: int = 1000, mode: str = "immediate") -> None:
         """Writes the rows as they are now to a jsonl, json, csv or parquet file; without `format` its extension says which.
 
-        Rows that are encoded are written as lists of numbers. Raises `DataError` naming a row that the format cannot hold as it is.
+        Rows that are encoded are written as lists of numbers. `batch_size` and `mode` are Twinkle's: rows are in memory by the thousand
+        whatever the first says, and of the second only 'immediate' is taken.
+        Raises `DataError` naming a row that the format cannot hold as it is, `ConfigError` for another mode.
         """
+        if mode != "immediate":
+            raise ConfigError(
+                f"save_as has no mode {mode!r}, only 'immediate': it writes all rows now; save the rows of a batch in the training loop"
+            )
         save_rows(self._rows_to_save, Path(output_path), format)
 
     @abstractmethod

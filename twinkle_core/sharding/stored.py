@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import threading
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +20,9 @@ from twinkle_core.sharding.columns import ListColumns
 
 FETCHES = 4
 """Shards fetched at a time."""
+
+WAITS_FOR_ROOM = (0.0, 0.05, 0.2, 1.0)
+"""Seconds after which a full disk is tried again, each time with all that is open here closed."""
 
 AHEAD_ROWS = 1 << 20
 """Rows announced and not yet read from which on no more are announced: bounds the memory of looking ahead."""
@@ -46,7 +51,7 @@ class StoredShards:
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         number = int(np.searchsorted(self._starts, index, side="right")) - 1
-        row = self._shard(number).row(index - int(self._starts[number]))
+        row = self._shard_or_room(number).row(index - int(self._starts[number]))
         ahead = self._ahead
         if ahead is not None and ahead.was_last(number):
             with self._lock:
@@ -83,8 +88,23 @@ class StoredShards:
         while (number := ahead.take()) is not None:
             try:
                 self._shard(number)
-            except (TwinkleError, OSError):
-                return  # whoever reads a row of this shard meets the error again, where it can be told
+            except (TwinkleError, OSError) as error:
+                if not _disk_is_full(error) or not ahead.wait_for_room(number):
+                    return  # whoever reads a row of this shard meets the error again, where it can be told
+
+    def _shard_or_room(self, number: int) -> ListColumns:
+        """The shard; where the disk is full, those that are open here make room for it, and those that come meanwhile."""
+        for seconds in WAITS_FOR_ROOM:
+            try:
+                return self._shard(number)
+            except OSError as error:
+                if not _disk_is_full(error):
+                    raise
+            with self._lock:
+                for one in list(self._open):
+                    self._close(one)
+            time.sleep(seconds)
+        return self._shard(number)
 
     def _shard(self, number: int) -> ListColumns:
         with self._lock:
@@ -143,6 +163,15 @@ class _Ahead:
             self._changed.notify_all()
             return True
 
+    def wait_for_room(self, number: int) -> bool:
+        """The shard did not fit on the disk: it is taken again once no more is held than now. False where nothing is held."""
+        with self._changed:
+            self._held.discard(number)
+            self._max_bytes = sum(self._sizes[one] for one in self._held)
+            self._next.append(number)
+            self._changed.notify_all()
+            return bool(self._held)
+
     def stop(self) -> None:
         with self._changed:
             self._stopped = True
@@ -161,3 +190,7 @@ class _Ahead:
     def _fits(self, number: int) -> bool:
         held_bytes = sum(self._sizes[one] for one in self._held)
         return not self._held or held_bytes + self._sizes[number] <= self._max_bytes
+
+
+def _disk_is_full(error: Exception) -> bool:
+    return isinstance(error, OSError) and error.errno == errno.ENOSPC

@@ -224,6 +224,10 @@ def _bare(tokenizer: Any) -> Any:
     from tokenizers import processors
 
     bare = tokenizer.backend_tokenizer
+    if dropout := getattr(bare.model, "dropout", None):
+        raise ConfigError(
+            f"the tokenizer cuts at random (dropout {dropout:.3g}), so no run could be repeated; set dropout to null in tokenizer.json"
+        )
     bare.no_truncation()
     bare.no_padding()
     bare.post_processor = processors.ByteLevel(trim_offsets=False)

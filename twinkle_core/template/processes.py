@@ -16,6 +16,7 @@ import queue
 import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -53,7 +54,8 @@ class ProcessMap(Generic[Result]):
     """`work` over a stream of bytes, by this process and `num_proc - 1` more. As a context manager: at its end they are gone.
 
     With `thread`, a second thread of this process takes the place of one process: it costs no start, but shares the interpreter's lock.
-    `work` and its results must pickle. A process that the kernel kills raises `WorkerLostError` at once. When this process is
+    `work` and its results must pickle. What it raises is raised here with its own type, whichever process it was in. A process that the
+    kernel kills raises `WorkerLostError` at once. When this process is
     killed, the others end by themselves after the item they are at: their socket is closed.
     """
 
@@ -129,7 +131,11 @@ class ProcessMap(Generic[Result]):
                 connection.send_bytes(work)
                 while (item := self._todo.get()) is not None:
                     connection.send_bytes(item[1])
-                    self._done.put((item[0], connection.recv()))
+                    result, error = connection.recv()
+                    if error is not None:
+                        self._done.put(error)
+                        return
+                    self._done.put((item[0], result))
             except (EOFError, OSError) as error:
                 raise child.lost() from error
 
@@ -181,9 +187,20 @@ def _answer(connection: Connection[Any, Any]) -> None:
     try:
         work = connection.recv()
         while True:
-            item = connection.recv_bytes()
-            result = work(item)
-            del item
-            connection.send(result)
+            connection.send_bytes(_reply(work, connection.recv_bytes()))
     except (EOFError, ConnectionError):
         return
+
+
+def _reply(work: Callable[[bytes], Any], item: bytes) -> bytes:
+    """(result, None), or (None, the error that `work` raised, with its traceback as a note), pickled."""
+    try:
+        return bytes(ForkingPickler.dumps((work(item), None)))
+    except Exception as error:
+        error.add_note("in an encoding process: " + "".join(traceback.format_exception(error, limit=-20)))
+        try:
+            reply = bytes(ForkingPickler.dumps((None, error)))
+            ForkingPickler.loads(reply)
+        except Exception:  # an error that only its own process can make
+            reply = bytes(ForkingPickler.dumps((None, RuntimeError(f"{type(error).__name__}: {error}"))))
+        return reply

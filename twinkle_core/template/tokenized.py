@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 
 CACHED_HEADS = 512
 
@@ -133,29 +134,38 @@ def bytes_of_tokens(tokenizer: Tokenizer) -> np.ndarray | None:
 
     They are for a BPE over bytes (GPT-2's, https://github.com/openai/gpt-2/blob/master/src/encoder.py: each byte is one character of a
     token) whose pre-tokenizer neither adds nor takes away, without a normalizer other than NFC, which leaves ASCII as it is.
+    No token stands for fewer bytes than is said here, else two errors could cancel out and a wrong sum look right. It may be more: an
+    added token can take blanks beside it, and bytes that the vocabulary lacks have no token.
     """
-    model, before, normalizer = tokenizer.model, _form(tokenizer.pre_tokenizer), _form(tokenizer.normalizer)
-    if not isinstance(model, BPE) or model.unk_token or model.continuing_subword_prefix or model.end_of_word_suffix:
+    model = tokenizer.model
+    if not isinstance(model, BPE) or not _cuts_bytes_up(tokenizer):
         return None
-    steps = before.get("pretokenizers", [before])
-    whole = all(
-        (step.get("type") == "ByteLevel" and not step["add_prefix_space"])
-        or (step.get("type") == "Split" and step["behavior"] != "Removed")
-        or step.get("type") == "Digits"
-        for step in steps
-    )
-    if (
-        not whole
-        or steps[-1].get("type") != "ByteLevel"
-        or any(one["type"] != "NFC" for one in normalizer.get("normalizers", [normalizer]) if one)
-    ):
+    if model.unk_token or model.continuing_subword_prefix or model.end_of_word_suffix or model.byte_fallback:
         return None
     vocabulary, added = tokenizer.get_vocab(with_added_tokens=False), tokenizer.get_added_tokens_decoder()
-    num_bytes = np.zeros(1 + max(*vocabulary.values(), *added), dtype=np.int64)
+    num_bytes = np.zeros(1 + max([*vocabulary.values(), *added], default=-1), dtype=np.int64)
     num_bytes[list(vocabulary.values())] = [len(token) for token in vocabulary]
+    alphabet = set(ByteLevel.alphabet())
     for number, token in added.items():
-        num_bytes[number] = len(token.content.encode())
+        content = token.content
+        if content in vocabulary and not content.isascii() and alphabet.issuperset(content):
+            return None  # stands for itself where it is written, and for other bytes where merges give it
+        if token.normalized and tokenizer.normalizer is not None:
+            content = tokenizer.normalizer.normalize_str(content)
+        num_bytes[number] = len(content.encode())
     return num_bytes
+
+
+def _cuts_bytes_up(tokenizer: Tokenizer) -> bool:
+    """Whether what the BPE is given are the bytes of the text (of its NFC form, if it has another), each as one character, once."""
+    before, normalizer = _form(tokenizer.pre_tokenizer), _form(tokenizer.normalizer)
+    *cuts, last = before.get("pretokenizers", [before]) or [{}]
+    return (
+        last.get("type") == "ByteLevel"
+        and not last["add_prefix_space"]
+        and all((cut["type"] == "Split" and cut["behavior"] != "Removed") or cut["type"] == "Digits" for cut in cuts)
+        and all(one["type"] == "NFC" for one in normalizer.get("normalizers", [normalizer]) if one)
+    )
 
 
 def _form(step: Any) -> dict[str, Any]:
