@@ -13,10 +13,10 @@ from twinkle_core.preprocessor import (
     CompetitionMathGRPOProcessor,
     CompetitionMathProcessor,
     CountdownProcessor,
+    DataFilter,
     EmojiDPOProcessor,
     GSM8KProcessor,
     OlympiadBenchProcessor,
-    DataFilter,
     Preprocessor,
     SelfCognitionProcessor,
 )
