@@ -70,7 +70,11 @@ class Template:
         return self._load()
 
     def _load(self) -> Any:
-        return _load_tokenizer(self.folder, self.config.chat_template)
+        return _load_tokenizer(self.folder, self.config.chat_template or self._own_chat_template())
+
+    def _own_chat_template(self) -> str | None:
+        """What stands in for the tokenizer's chat template where the config names none; None for nothing."""
+        return None
 
     def encoder(self) -> Encoder:
         """What encodes: pickles, and works in a process that never imports transformers."""
