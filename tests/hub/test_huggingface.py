@@ -8,6 +8,7 @@ import pytest
 
 from tests.hub_server import running_hubs
 from twinkle_core.errors import ConfigError, DamagedError, StorageError
+from twinkle_core.hub.model_files import files_of
 from twinkle_core.hub.resolve import resolve_model
 
 
@@ -31,8 +32,17 @@ FILES = {
     "pytorch_model.bin": b"pickle",
     "consolidated.safetensors": b"another layout",
     "onnx/config.json": b"{}",
+    "additional_chat_templates/tool_use.jinja": b"{{ tools }}",
+    "encoding/encoding_dsv4.py": b"raise SystemExit",
 }
-ALLOWED = ["chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+ALLOWED = [
+    "additional_chat_templates/tool_use.jinja",
+    "chat_template.jinja",
+    "config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+]
 
 
 def test_a_branch_is_pinned_to_its_commit_and_only_allowed_files_are_fetched(hub: Any, tmp_path: Path) -> None:
@@ -42,7 +52,7 @@ def test_a_branch_is_pinned_to_its_commit_and_only_allowed_files_are_fetched(hub
     assert model.public_uri == f"hf://org/name@{sha}"
     assert sorted(set(hub.fetched)) == ALLOWED
     folder = model.materialise()
-    assert sorted(path.name for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")) == ALLOWED
+    assert [name for name in files_of(folder) if not name.startswith(".")] == ALLOWED
     assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
 
 
