@@ -65,11 +65,10 @@ class Shape:
         value = getattr(self, name)
         if value is None and name in _MAY_BE_NONE:
             return
-        if not isinstance(value, Integral) or not smallest <= value < LIMIT:  # type: ignore[operator]
-            wanted = (
-                f"at least {smallest}" if isinstance(value, Integral) and value < smallest else f"an integer from {smallest} to 2**64 - 1"
-            )  # type: ignore[operator]
-            raise ConfigError(f"{name} is {value!r}, but must be {wanted}")
+        if not isinstance(value, Integral) or int(value) >= LIMIT:
+            raise ConfigError(f"{name} is {value!r}, but must be an integer from {smallest} to 2**64 - 1")
+        if int(value) < smallest:
+            raise ConfigError(f"{name} is {value}, but must be at least {smallest}")
 
     @property
     def batch_text(self) -> str:
