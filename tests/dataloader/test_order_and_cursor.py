@@ -208,12 +208,25 @@ def test_an_old_loop_does_not_move_a_cursor_that_was_set_since() -> None:
         ({"batch_size": 1, "prefetch_factor": 0}, "prefetch_factor is 0"),
         ({"batch_size": 1, "num_epochs": 0}, "num_epochs is 0"),
         ({"batch_size": 1, "seed": -1}, "seed is -1"),
+        ({"batch_size": 1, "seed": 1 << 64}, r"seed is 18446744073709551616, but must be an integer from 0 to 2\*\*64 - 1"),
+        ({"batch_size": 1, "seed": 1.5}, r"seed is 1\.5, but must be an integer from 0"),
+        ({"batch_size": 1, "seed": None}, "seed is None, but must be an integer from 0"),
+        ({"batch_size": 2.5}, r"batch_size is 2\.5, but must be an integer from 1"),
+        ({"batch_size": 1, "num_epochs": 1.5}, r"num_epochs is 1\.5"),
         ({"batch_size": 1, "data_rank": 2, "data_world_size": 2}, "data_rank is 2, but data_world_size is 2"),
     ],
 )
 def test_settings_that_cannot_be_are_named(wrong: dict[str, int], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         DataLoader(Rows(3), **wrong)  # type: ignore[arg-type]
+
+
+def test_the_largest_seeds_give_orders_of_their_own_and_numpy_integers_are_integers() -> None:
+    def order(seed: int) -> tuple[int, ...]:
+        return tuple(numbers(next(iter(DataLoader(Rows(9), batch_size=np.int64(9), seed=seed)))))  # type: ignore[call-overload]
+
+    assert len({order(seed) for seed in (0, (1 << 63) + 1, (1 << 64) - 1)}) == 3
+    assert order(np.uint64(7)) == order(7)  # type: ignore[arg-type]
 
 
 def test_no_rows_too_long_rows_and_torch_settings_are_refused() -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from storage.store import open_store
 from twinkle_core.errors import ConfigError, DataError
-from twinkle_core.hub import file_digests
+from twinkle_core.hub import file_digests, resolve
 from twinkle_core.hub.file_digests import FileDigests
 from twinkle_core.hub.resolve import resolve_model
 
@@ -43,15 +44,37 @@ def folder(tmp_path: Path) -> Path:
         ("chat_template.jinja", False, True),
         ("generation_config.json", True, True),
         ("README.md", False, False),
+        ("additional_chat_templates/tool_use.jinja", False, True),  # transformers renders conversations with tools with it
+        ("encoding/encoding_dsv4.py", False, True),  # what DeepseekV4Template says of tools
+        ("onnx/tokenizer.json", False, False),
     ],
 )
 def test_each_digest_is_of_what_changes_its_output(
     folder: Path, tmp_path: Path, name: str, changes_model: bool, changes_tokenizer: bool
 ) -> None:
     before = resolve_model(str(folder), tmp_path / "cache")
+    (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_text("changed")
     after = resolve_model(str(folder), tmp_path / "cache")
     assert (before.digest != after.digest, before.tokenizer_digest != after.tokenizer_digest) == (changes_model, changes_tokenizer)
+
+
+def test_a_model_in_a_store_is_fetched_with_its_further_chat_templates_and_without_what_is_gone_there(folder: Path, tmp_path: Path) -> None:
+    template = folder / "additional_chat_templates" / "tool_use.jinja"
+    template.parent.mkdir()
+    template.write_text("{}")
+    expected = resolve_model(str(folder), tmp_path / "cache")
+    store = open_store("memory://models/base")
+    for path in folder.rglob("*.*"):
+        store.put(path.relative_to(folder).as_posix(), path.read_bytes())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resolve, "open_store", lambda url: open_store(url.replace("s3://", "memory://")))
+        found = resolve_model("s3://models/base", tmp_path / "cache")
+        assert (found.digest, found.tokenizer_digest) == (expected.digest, expected.tokenizer_digest)
+        store.delete("additional_chat_templates/tool_use.jinja")
+        template.unlink()
+        without = resolve_model("s3://models/base", tmp_path / "cache")
+    assert without.tokenizer_digest == resolve_model(str(folder), tmp_path / "cache").tokenizer_digest != found.tokenizer_digest
 
 
 def test_a_copy_elsewhere_is_the_same_model_and_no_path_is_in_its_name(folder: Path, tmp_path: Path) -> None:

@@ -69,6 +69,13 @@ def test_a_sample_longer_than_a_row_stops_the_plan(tmp_path: Path, packing: dict
         planned(folder, tmp_path / "out", row_length=8, **packing)
 
 
+def test_of_a_pair_that_is_too_long_the_error_says_what_both_take(tmp_path: Path) -> None:
+    """Of two documents each would fit."""
+    folder = write_encoded(tmp_path / "encoded", [[5, 8, 11]], documents=2)
+    with pytest.raises(DataError, match="sample 1 has 8 tokens.*the two of a preference pair.*raise packing.row_length to at least 11"):
+        planned(folder, tmp_path / "out", row_length=7)
+
+
 def test_no_samples_and_files_that_are_not_whole_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="there is no train-00000.arrow"):
         planned(tmp_path, tmp_path / "a")

@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import io
 import random
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from twinkle_core.preprocessor import dedup
 from twinkle_core.preprocessor.dedup import (
     NUM_HASHES,
     SignatureWriter,
@@ -75,29 +78,87 @@ def whole_bands(row: np.ndarray, band: int) -> np.ndarray:
     return row[: NUM_HASHES // band * band].reshape(-1, band)
 
 
+@pytest.mark.parametrize("crowd", [1, 3, 10**6])
 @given(st.lists(st.lists(st.integers(0, 2), min_size=4, max_size=4), max_size=25), st.sampled_from([0.5, 0.75, 1.0]))
-def test_rows_out_are_those_that_equal_an_earlier_kept_row_enough_and_share_a_band(rows: list[list[int]], similarity: float) -> None:
+def test_rows_out_are_those_that_equal_an_earlier_kept_row_enough_and_share_a_band(
+    crowd: int, rows: list[list[int]], similarity: float
+) -> None:
+    """Two rows that are each among many with the same band need share none."""
     made = np.repeat(np.array(rows, dtype=np.uint32).reshape(-1, 4), NUM_HASHES // 4, axis=1)
     band = values_per_band(similarity)
+    bands = [[tuple(own) for own in enumerate(map(tuple, whole_bands(row, band).tolist()))] for row in made]
+    sizes = Counter(own for row in bands for own in row)
+    crowded = [any(sizes[own] > crowd for own in row) for row in bands]
     kept: list[int] = []
     expected = []
     for index, row in enumerate(made):
-        bands = whole_bands(row, band)
         close = [
             other for other in kept
-            if (made[other] == row).mean() >= similarity and (whole_bands(made[other], band) == bands).all(axis=1).any()
+            if (made[other] == row).mean() >= similarity and (set(bands[index]) & set(bands[other]) or crowded[index] and crowded[other])
         ]  # fmt: skip
         expected.append(bool(close))
         if not close:
             kept.append(index)
-    assert near_repeated(made, similarity, np.zeros(len(made), dtype=bool)).tolist() == expected
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dedup, "CROWD", crowd)
+        assert near_repeated(made, similarity, np.zeros(len(made), dtype=bool)).tolist() == expected
+
+
+def rows_of_one_mould(num_rows: int, changed: float) -> np.ndarray:
+    """Signatures that differ from a common one in this share of their values, each in values of its own."""
+    chance = np.random.default_rng(0)
+    made = np.tile(chance.integers(0, 1 << 32, NUM_HASHES, dtype=np.uint32), (num_rows, 1))
+    own = chance.random(made.shape) < changed
+    made[own] = chance.integers(0, 1 << 32, int(own.sum()), dtype=np.uint32)
+    return made
+
+
+@pytest.mark.parametrize("changed", [0.05, 0.08, 0.11, 0.134])
+def test_rows_of_one_mould_are_told_apart_as_if_each_were_compared_with_each(changed: float) -> None:
+    made = rows_of_one_mould(400, changed)
+    made[300:] = made[100:200]
+    made[300:, :6] += 1  # 122 of 128 values are equal
+    kept: list[int] = []
+    for row in range(len(made)):
+        if not kept or (made[kept] == made[row]).mean(axis=1).max() < 0.9:
+            kept.append(row)
+    mask = near_repeated(made, 0.9, np.zeros(len(made), dtype=bool))
+    assert np.flatnonzero(~mask).tolist() == kept
+    assert _shared_bands(made, values_per_band(0.9), np.zeros(len(made), dtype=bool))[1].mean() > 0.9, "they are a crowd"
+
+
+@pytest.mark.parametrize("changed", [0.05, 0.08, 0.11, 0.134])
+def test_the_comparisons_of_rows_of_one_mould_grow_with_their_number_alone(changed: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dedup, "LATEST", 16)
+    most = NUM_HASHES // values_per_band(0.9) + 13  # places of a row
+    for num_rows in (500, 2000):
+        compared = Compared.of(rows_of_one_mould(num_rows, changed))
+        near_repeated(compared, 0.9, np.zeros(num_rows, dtype=bool))
+        assert compared.most_at_once[0] <= 16 * most
+
+
+class Compared(np.ndarray):
+    """Signatures that count how many rows are looked up by a list."""
+
+    most_at_once: list[int]
+
+    @classmethod
+    def of(cls, made: np.ndarray) -> Compared:
+        compared = made.view(cls)
+        compared.most_at_once = [0]
+        return compared
+
+    def __getitem__(self, wanted: Any) -> Any:
+        if isinstance(wanted, list):
+            self.most_at_once[0] = max(self.most_at_once[0], len(wanted))
+        return np.asarray(self)[wanted]
 
 
 def test_rows_that_are_out_already_are_compared_with_nothing() -> None:
     made = np.zeros((3, NUM_HASHES), dtype=np.uint32)
     assert near_repeated(made, 0.9, np.array([True, False, False])).tolist() == [False, False, True]
-    shared = _shared_bands(made, 8, np.array([True, False, True]))
-    assert not shared.any() and not list(_candidates(made, 8, shared))
+    shared, crowded = _shared_bands(made, 8, np.array([True, False, True]))
+    assert not shared.any() and not crowded.any() and not list(_candidates(made, 8, shared, crowded, 0.9))
 
 
 @pytest.mark.parametrize(("similarity", "band"), [(0.01, 1), (0.5, 3), (0.8, 6), (0.9, 10), (0.99, 32), (1.0, 128)])

@@ -13,6 +13,7 @@ from twinkle_core.preprocessor import (
     CompetitionMathGRPOProcessor,
     CompetitionMathProcessor,
     CountdownProcessor,
+    DataFilter,
     EmojiDPOProcessor,
     GSM8KProcessor,
     OlympiadBenchProcessor,
@@ -195,6 +196,13 @@ def test_functions_classes_and_instances_are_taken_as_they_are() -> None:
         assert built(row) == expected
     with pytest.raises(ConfigError, match="cannot be called with a row and the arguments"):
         build_preprocessor(shout, {"loud": 1})
+    for own in (dict, max):  # they have no signature to look at
+        for build in (build_preprocessor, build_filter):
+            with pytest.raises(ConfigError, match="(dict|max) does not tell what it can be called with; write a function of your own"):
+                build(own)
+    for base, build in ((Preprocessor, build_preprocessor), (DataFilter, build_filter)):
+        with pytest.raises(ConfigError, match=f"{base.__name__} lacks the method __call__"):
+            build(base)  # type: ignore[operator]
     assert build_filter(lambda trajectory: True)({"messages": []})
     with pytest.raises(ConfigError, match=r"returned 1; it has to return True \(keep\) or False"):
         build_filter(lambda trajectory: 1)({"messages": []})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 import math
 from collections.abc import Callable
 from datetime import UTC, date, datetime
@@ -336,3 +338,33 @@ def test_large_batches_are_taken_in_parts(to_bytes: Callable[..., bytes], tmp_pa
 
 def test_gzip_is_seen_by_the_ending_in_any_case(tmp_path: Path) -> None:
     assert read_bytes(tmp_path, "A.JSONL.GZ", gzip.compress(b'{"a": 1}')) == [{"a": 1}]
+
+
+TABLE = pa.table({"a": [1]})
+PACKED = {
+    "gzip": (write.PACK[".gz"](b'{"a": 1}\n'), r"is a gzip file: give it a name that ends in \.gz"),
+    "zstd": (write.PACK[".zst"](b'{"a": 1}\n'), r"is a zstd file: give it a name that ends in \.zst"),
+    "bzip2": (bz2.compress(b'{"a": 1}\n'), "is a bzip2 file: unpack it"),
+    "xz": (lzma.compress(b'{"a": 1}\n'), "is an xz file: unpack it"),
+    "Parquet": (write.as_parquet(TABLE), r"is a Parquet file: give it a name that ends in \.parquet"),
+    "Arrow": (write.as_arrow_file(TABLE), r"is an Arrow file: give it a name that ends in \.arrow"),
+}
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt", "a.parquet", "a.arrow", "a.jsonl.gz", "a.parquet.gz"])
+@pytest.mark.parametrize("packed", PACKED)
+def test_bytes_of_another_type_than_the_name_says_are_called_what_they_are(name: str, packed: str, tmp_path: Path) -> None:
+    data, told = PACKED[packed]
+    data, inside = (gzip.compress(data), "unpacked, ") if name.endswith(".gz") else (data, "")
+    if packed.lower() in name:
+        assert read_bytes(tmp_path, name, data) == [{"a": 1}]
+        return
+    refused: list[tuple[str, str]] = []
+    with pytest.raises(DataError, match=f"source 's', {inside}{name} {told}"):
+        read_bytes(tmp_path, name, data, refused)
+    assert refused == [], "no bad row that could be skipped"
+
+
+def test_text_that_starts_like_another_type_is_text(tmp_path: Path) -> None:
+    for start in (b"BZh9 is no size", b"PAR1 is a golf score", b"PK is initials", b"ARROW1"):
+        assert read_bytes(tmp_path, "a.txt", start + b"\n") == [{"text": start.decode()}]

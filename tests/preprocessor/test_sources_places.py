@@ -139,6 +139,20 @@ def test_a_link_to_a_folder_is_refused_since_it_may_hold_itself(tmp_path: Path) 
             names(str(uri))
 
 
+@pytest.mark.parametrize("pattern", ["", "/*.jsonl", "/**", "/?.*"])
+def test_a_link_to_nothing_and_a_pipe_are_refused_not_passed_over(pattern: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"name": "a.jsonl"}')
+    (tmp_path / ".#a.jsonl").symlink_to("nobody@nowhere")  # an editor's lock: hidden, so no data
+    assert names(f"{tmp_path}{pattern}") == ["a.jsonl"]
+    (tmp_path / "b.jsonl").symlink_to(tmp_path / "gone")
+    with pytest.raises(DataError, match="source 's': b.jsonl in .* is no file"):
+        names(f"{tmp_path}{pattern}")
+    (tmp_path / "b.jsonl").unlink()
+    os.mkfifo(tmp_path / "c.jsonl")
+    with pytest.raises(DataError, match="source 's': c.jsonl in .* is no file"):
+        names(f"{tmp_path}{pattern}")
+
+
 def test_a_path_may_be_relative_and_a_file_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.jsonl").write_text('{"name": "b.jsonl"}')
     (tmp_path / "b.jsonl").symlink_to("a.jsonl")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from twinkle_core.errors import ConfigError
-from twinkle_core.preprocessor import CountdownProcessor, SelfCognitionProcessor
+from twinkle_core.preprocessor import CountdownProcessor, SelfCognitionProcessor, code_imports
 from twinkle_core.preprocessor.mix import mix
 from twinkle_core.preprocessor.registry import FunctionProcessor, build_filter, build_preprocessor
 from twinkle_core.preprocessor.trusted_code import code_digest, function_identity, load_function, names_user_code
@@ -123,6 +124,51 @@ def test_a_neighbour_with_another_modules_name_or_a_package_is_refused(folder: P
     (folder / "user.py").write_text("import pack_of_mine\ndef f(row): return row\n")
     with pytest.raises(ConfigError, match="package 'pack_of_mine'"):
         code_digest("user.py:f", folder)
+
+
+def test_a_module_that_is_found_by_chance_is_refused(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its code would be no part of the key, and whether it is found depends on the current folder."""
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "leaky_of_mine.py").write_text("x = 1\n")
+    monkeypatch.syspath_prepend(str(elsewhere))
+    (folder / "texts_of_mine.py").write_text("import leaky_of_mine\ndef louder(row, mark):\n    return row\n")
+    for ask in (code_digest, load_function):
+        with pytest.raises(ConfigError, match=r"rows_of_mine\.py imports leaky_of_mine, which is neither beside it nor an installed"):
+            ask("rows_of_mine.py:keep", folder)
+    (folder / "texts_of_mine.py").write_text("from .deeper import x\n")
+    with pytest.raises(
+        ConfigError, match=r"texts_of_mine\.py is no part of a package: write 'from NAME import …' without a dot, not 'from \.deeper'"
+    ):
+        load_function("rows_of_mine.py:keep", folder)
+
+
+def test_the_versions_of_imported_packages_are_part_of_the_digest(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "texts_of_mine.py").write_text("import json, twinkle_core.types\ndef louder(row, mark):\n    return row\n")
+    without = code_digest("rows_of_mine.py:keep", folder)
+    monkeypatch.setattr(code_imports, "version", lambda name: "9")
+    assert code_digest("rows_of_mine.py:keep", folder) == without
+    (folder / "texts_of_mine.py").write_text("import yaml\ndef louder(row, mark):\n    return row\n")
+    newer = code_digest("rows_of_mine.py:keep", folder)
+    monkeypatch.undo()
+    assert len({without, newer, code_digest("rows_of_mine.py:keep", folder)}) == 3
+    assert code_imports.installed_versions(folder / "rows_of_mine.py", {"yaml", "sys"}) == [
+        ("PyYAML", importlib.metadata.version("PyYAML"))
+    ]
+
+
+def test_a_decorated_function_is_one_that_the_file_defines(folder: Path) -> None:
+    (folder / "texts_of_mine.py").write_text(
+        "def plain(f):\n    def inner(row):\n        return {**f(row), 'query': 'inner'}\n    return inner\n"
+    )
+    (folder / "rows_of_mine.py").write_text("from texts_of_mine import plain\n@plain\ndef keep(row):\n    return row\n")
+    assert load_function("rows_of_mine.py:keep", folder)(ROW) == {**ROW, "query": "inner"}
+    before = code_digest("rows_of_mine.py:keep", folder)
+    (folder / "texts_of_mine.py").write_text("def plain(f):\n    return f\n")
+    assert code_digest("rows_of_mine.py:keep", folder) != before
+    with pytest.raises(ConfigError, match="defines no function 'plain'"):
+        load_function("rows_of_mine.py:plain", folder)
 
 
 def at_the_top(row: object) -> object:

@@ -14,8 +14,9 @@ from tokenizers import AddedToken, Tokenizer
 
 from tests.template import kinds
 from twinkle_core.template import Template
-from twinkle_core.template.labels import token_weights
+from twinkle_core.template.labels import Tokens, outcome, token_weights
 from twinkle_core.template.tokenized import TextTokenizer
+from twinkle_core.types import IGNORE, DocumentKind
 
 Folder = Callable[[str], Path]
 PIECES = ["🙂", "👩‍👩‍👧", "e\u0301", "one two", " ", "\n\n", "<|im_end|>", "日本", "x"]
@@ -86,3 +87,28 @@ def test_a_shared_start_is_not_cut_inside_a_longer_added_token(whole: Any) -> No
     for text in ("x <a>y", "x <a>by"):
         (tokenized,) = tokenize([text], [len("x <a>")])
         assert tokenized is not None and tokenized.ids.tolist() == tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def test_a_shared_start_is_not_cut_before_a_token_that_looks_at_its_neighbour(whole: Any) -> None:
+    tokenizer = Tokenizer.from_str(whole.to_str())
+    tokenizer.add_tokens([AddedToken("AA", normalized=False), AddedToken("BB", normalized=False, single_word=True)])
+    (tokenized,) = TextTokenizer(tokenizer)(["x AABB"], [len("x AA")])
+    assert tokenized is not None and tokenized.ids.tolist() == tokenizer.encode("x AABB", add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize(
+    ("learnt", "predicted", "truncated"),
+    [  # of tokens 0 to 8 with a limit of 4: what each sample is to predict, and the tokens that are in none
+        ([6, 7], [[6, 7]], 5),  # as in ChatML, where a line end follows the stop token 7: it is learnt, and token 8 left out
+        ([1, 2, 3, 4, 5, 6, 7], [[1, 2, 3], [5, 6, 7]], 1),
+        ([1, 2, 3, 4, 5, 6, 7, 8], [[1, 2, 3], [5, 6], [8]], 0),
+        ([8], [[8]], 7),
+    ],
+)
+def test_a_single_token_at_the_end_gets_the_one_before_it_only_where_it_is_learnt(
+    learnt: list[int], predicted: list[list[int]], truncated: int
+) -> None:
+    document = Tokens(np.arange(9, dtype=np.int32), np.isin(np.arange(9), learnt).astype(np.float32), DocumentKind.PLAIN)
+    made = outcome([document], "split", 4, False)
+    assert [[label for label in sample.labels.tolist() if label != IGNORE] for sample in made.samples] == predicted
+    assert (made.num_tokens, made.truncated_tokens) == (9, truncated)

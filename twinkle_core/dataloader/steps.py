@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Protocol
 
 from twinkle_core.errors import ConfigError
@@ -25,6 +26,10 @@ class Place:
     data: Mapping[str, Any] | None = None
     """The state of a stream that has one."""
 
+
+LIMIT = 1 << 64
+"""No number may reach this: seed and epoch are the 64-bit words that key the generator of orders."""
+_MAY_BE_NONE = frozenset({"batch_size", "max_tokens", "shuffle_shards", "num_epochs"})
 
 Step = tuple[Place, list[Any] | None]
 """The place after a batch, and this data rank's rows of it; the last step of a pass has None, and the place where the next loop begins."""
@@ -47,16 +52,23 @@ class Shape:
     def __post_init__(self) -> None:
         if (self.batch_size is None) == (self.max_tokens is None):
             raise ConfigError(f"set either batch_size or max_tokens, got batch_size={self.batch_size} and max_tokens={self.max_tokens}")
-        for name in ("batch_size", "max_tokens", "min_batch_size", "shuffle_shards", "num_epochs", "data_world_size", "seed"):
-            value, smallest = getattr(self, name), int(name != "seed")
-            if value is not None and value < smallest:
-                raise ConfigError(f"{name} is {value}, but must be at least {smallest}")
+        for name in ("batch_size", "max_tokens", "min_batch_size", "shuffle_shards", "num_epochs", "data_world_size", "data_rank", "seed"):
+            self._check_number(name, smallest=int(name not in ("seed", "data_rank")))
         if self.batch_size is not None and self.min_batch_size > self.batch_size:
             raise ConfigError(f"min_batch_size is {self.min_batch_size}, but no batch has more than batch_size {self.batch_size} rows")
         if self.max_tokens is not None and self.min_batch_size > 1:
             raise ConfigError("min_batch_size and drop_last go with batch_size; batches of max_tokens are all kept")
         if not 0 <= self.data_rank < self.data_world_size:
             raise ConfigError(f"data_rank is {self.data_rank}, but data_world_size is {self.data_world_size}")
+
+    def _check_number(self, name: str, smallest: int) -> None:
+        value = getattr(self, name)
+        if value is None and name in _MAY_BE_NONE:
+            return
+        if not isinstance(value, Integral) or int(value) >= LIMIT:
+            raise ConfigError(f"{name} is {value!r}, but must be an integer from {smallest} to 2**64 - 1")
+        if int(value) < smallest:
+            raise ConfigError(f"{name} is {value}, but must be at least {smallest}")
 
     @property
     def batch_text(self) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import hashlib
 import json
 import os
 import uuid
@@ -11,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from twinkle_core.errors import ConfigError, DamagedError, StorageError
+from twinkle_core.errors import DamagedError
 from twinkle_core.hub.file_digests import FileDigests
+from twinkle_core.hub.huggingface_client import digest_as_hub, named_errors
 from twinkle_core.hub.model_files import check_names, is_allowed
 
 _LISTING = ".verified.json"
@@ -39,22 +39,12 @@ def fetch_repository(repo: str, revision: str | None, cache: Path, *, endpoint: 
     """
     from huggingface_hub import HfApi, snapshot_download
 
-    # HTTPError is that of httpx or httpx2, whichever this huggingface_hub uses
-    from huggingface_hub.errors import (  # type: ignore[attr-defined]
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        HTTPError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
     is_commit = revision is not None and len(revision) == 40 and set(revision) <= set("0123456789abcdef")
     if is_commit and _is_verified(folder := _folder(cache, repo, str(revision)), FileDigests(cache)):
         return Snapshot(folder=folder, revision=str(revision))
     api = HfApi(endpoint=endpoint, token=token)
     where = f"{repo} at {revision or 'main'} on {api.endpoint}"
-    try:
+    with named_errors("repository", repo, revision, endpoint):
         commit = str(revision) if is_commit else str(api.model_info(repo, revision=revision).sha)
         folder = _folder(cache, repo, commit)
         if _is_verified(folder, FileDigests(cache)):
@@ -71,16 +61,6 @@ def fetch_repository(repo: str, revision: str | None, cache: Path, *, endpoint: 
             token=token,
             max_workers=2,
         )
-    except GatedRepoError as error:
-        raise ConfigError(f"{where} is gated: accept its terms there and log in with `hf auth login`") from error
-    except RepositoryNotFoundError as error:
-        raise ConfigError(f"there is no repository {where}, or it is private: check the name, or log in with `hf auth login`") from error
-    except RevisionNotFoundError as error:
-        raise ConfigError(f"there is no revision {revision!r} of {repo} on {api.endpoint}: name a branch, a tag or a commit") from error
-    except HFValidationError as error:
-        raise ConfigError(f"{repo!r} is no repository name: write hf://organisation/name") from error
-    except (HfHubHTTPError, HTTPError, OSError) as error:
-        raise StorageError(f"cannot fetch {where}: {error}. Try again, or fetch it yourself and name the folder") from error
     _verify(folder, {name: tree[name] for name in names}, where)
     return Snapshot(folder=folder, revision=commit)
 
@@ -93,24 +73,16 @@ def _verify(folder: Path, tree: dict[str, Any], where: str) -> None:
     """Compare each file with the hub's sha256 (large files) or git blob id (small ones), then write down that it was right."""
     damaged = []
     for name, item in tree.items():
-        data_digest = _digests_as_hub(folder / name, is_large=item.lfs is not None)
+        data_digest = digest_as_hub(folder / name, is_large=item.lfs is not None)
         if data_digest != (item.lfs.sha256 if item.lfs is not None else item.blob_id):
             (folder / name).unlink()
             damaged.append(name)
     if damaged:
         raise DamagedError(f"{', '.join(damaged)} of {where} arrived damaged and was deleted: run again to fetch it anew")
-    listing = {name: _digests_as_hub(folder / name, is_large=True) for name in tree}
+    listing = {name: digest_as_hub(folder / name, is_large=True) for name in tree}
     temporary = folder / f"{_LISTING}.{uuid.uuid4().hex}"
     temporary.write_text(json.dumps(listing, indent=1))
     os.replace(temporary, folder / _LISTING)
-
-
-def _digests_as_hub(path: Path, *, is_large: bool) -> str:
-    if is_large:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    data = path.read_bytes()
-    return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()  # git's name of a blob
 
 
 def _is_verified(folder: Path, digests: FileDigests) -> bool:

@@ -24,22 +24,33 @@ TOKENIZER_FILES = (
     "chat_template*",
     "preprocessor_config.json",  # how images become pixels, of models that take them
 )
+CHAT_TEMPLATES = "additional_chat_templates/*.jinja"
+"""Further chat templates by name (tool_use, say), which transformers reads beside `chat_template.jinja`."""
+TEXTS_ABOUT_TOOLS = "encoding/encoding_dsv4.py"
+"""Read as text by `DeepseekV4Template`, never run, and not fetched."""
 LEFT_OUT = ("consolidated*", "adapter_model.safetensors")
 """Weights in another layout, beside those that transformers loads."""
 
 
 def is_allowed(name: str) -> bool:
-    """May this file of a model repository be fetched? Only files at the top that a model folder is made of."""
-    return "/" not in name and is_model_file(name) or "/" not in name and is_tokenizer_file(name)
+    """May this file of a model repository be fetched? Only files that a model folder is made of: at the top, and further chat templates."""
+    return is_model_file(name) or (is_tokenizer_file(name) and name != TEXTS_ABOUT_TOOLS)
 
 
 def is_model_file(name: str) -> bool:
-    return _matches(name, (*WEIGHT_FILES, *CONFIG_FILES)) and not _matches(name, LEFT_OUT)
+    return "/" not in name and _matches(name, (*WEIGHT_FILES, *CONFIG_FILES)) and not _matches(name, LEFT_OUT)
 
 
 def is_tokenizer_file(name: str) -> bool:
     """Tokenizer files, chat templates, and the generation settings, which name the ids that end a turn."""
+    if "/" in name:
+        return name.count("/") == 1 and _matches(name, (CHAT_TEMPLATES, TEXTS_ABOUT_TOOLS))
     return _matches(name, (*TOKENIZER_FILES, "generation_config.json"))
+
+
+def files_of(folder: Path) -> list[str]:
+    """Sorted names of the files in a model folder and in the folders right in it, '/' between the parts."""
+    return sorted(path.relative_to(folder).as_posix() for pattern in ("*", "*/*") for path in folder.glob(pattern) if path.is_file())
 
 
 def check_names(names: Iterable[str], what: str) -> None:

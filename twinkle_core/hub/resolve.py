@@ -22,7 +22,7 @@ from twinkle_core.errors import ConfigError, DamagedError
 from twinkle_core.hub.file_digests import FileDigests
 from twinkle_core.hub.gguf import convert, gguf_digest
 from twinkle_core.hub.huggingface import fetch_repository
-from twinkle_core.hub.model_files import check_folder, is_allowed, is_model_file, is_tokenizer_file
+from twinkle_core.hub.model_files import check_folder, files_of, is_allowed, is_model_file, is_tokenizer_file
 
 _REINSTALL = "reinstall it with `pip install --force-reinstall --no-deps`"
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -138,13 +138,14 @@ def _download(store: Store, names: Iterable[str], into: Path) -> None:
     into.mkdir(parents=True, exist_ok=True)
     for name, stamp in wanted.items():
         path = resolve_inside(into, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
         if state.get(name) != stamp or not path.is_file() or path.stat().st_size != stamp[0]:
             store.download(name, path)
             if path.stat().st_size != stamp[0]:
                 raise DamagedError(f"{join(store.url, name)} has {path.stat().st_size} bytes, but {stamp[0]} were listed: run again")
-    for path in into.iterdir():
-        if path.name not in wanted and not path.name.startswith("."):  # '.…' belongs to a download under way
-            path.unlink(missing_ok=True)
+    for name in files_of(into):
+        if name not in wanted and "/." not in f"/{name}":  # '.…' belongs to a download under way
+            (into / name).unlink(missing_ok=True)
     temporary = into / f".fetched-{uuid.uuid4().hex}"
     temporary.write_text(json.dumps(wanted))
     os.replace(temporary, state_file)
@@ -160,7 +161,7 @@ def _local(path: Path, cache: Path, *, name: str, public_uri: str | None) -> Mod
         tokenizer_digest = fingerprint({"tokenizer of": digest})
     else:
         check_folder(path)
-        names = sorted(file.name for file in path.iterdir() if file.is_file())
+        names = files_of(path)
         digest = fingerprint([[file, digests.digest(path / file)] for file in names if is_model_file(file)])
         tokenizer_digest = fingerprint([[file, digests.digest(path / file)] for file in names if is_tokenizer_file(file)])
     return ModelSource(

@@ -43,10 +43,14 @@ def check_lengths(lengths: np.ndarray, capacity: int, *, first: int = 0) -> None
     """Raises `DataError` naming an item that is empty or longer than `capacity`; `first` is the number of the first item."""
     if len(lengths) and (lengths.min() < 1 or lengths.max() > capacity):
         wrong = np.flatnonzero((lengths < 1) | (lengths > capacity))
-        at = int(wrong[0])
+        at, longest = int(wrong[0]), int(lengths.max())
+        remedy = (
+            "the documents of a sample count together, as the two of a preference pair do: "
+            f"raise packing.row_length to at least {longest}, or lower template.max_length"
+        )
         raise DataError(
-            f"sample {first + at} has {int(lengths[at])} tokens, which does not fit a row of 1 to {capacity} ({len(wrong)} such samples); "
-            "raise packing.row_length or lower template.max_length"
+            f"sample {first + at} has {int(lengths[at])} tokens, which does not fit a row of 1 to {capacity} ({len(wrong)} such samples)"
+            + (f"; {remedy}" if longest > capacity else "; a sample has a token at least")
         )
 
 

@@ -7,6 +7,7 @@ trajectory; what is held in memory is at most 16 to 64 bytes a trajectory and th
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,6 +27,12 @@ MAX_MISS = 0.01
 """Probability that two trajectories of just the similarity that counts are never compared."""
 ROWS_AT_A_TIME = 1024
 CHUNK = 1 << 16
+CROWD = 64
+"""Rows that agree in a band beyond which the band tells too little."""
+LATEST = 128
+"""Kept rows of one place that a row is compared with."""
+MAX_SLOT_BITS = 26
+"""The counts of values take 256 MB at most."""
 
 
 def shingles(trajectory: Trajectory) -> list[str]:
@@ -67,19 +74,23 @@ def near_repeated(signatures: np.ndarray, similarity: float, leave: np.ndarray) 
 
     Rows where `leave` is True are out already. Similarity is estimated as the share of equal signature values. Compared
     are rows that agree in a whole band of values, with bands so short that at most 1 of 100 such pairs is missed.
+
+    A band in which more than `CROWD` rows agree says little (rows from one mould: a long system prompt, a form with a few words
+    filled in), and comparing all of them would take time that grows with their square. Those rows are compared where they agree in
+    one of their rarest values instead: rows that are similar enough do, always (see `_rarest`). With the `LATEST` kept rows of each such
+    place, so time grows with the number of rows; only where more rows than that share even a rare value may a pair be missed.
     """
     band = values_per_band(similarity)
-    shared = _shared_bands(signatures, band, leave)
+    shared, crowded = _shared_bands(signatures, band, leave)
     mask = np.zeros(len(signatures), dtype=bool)
-    kept: dict[tuple[int, int], list[int]] = {}
-    for row, bands, keys in _candidates(signatures, band, shared):
-        places = [(index, int(keys[index])) for index in bands]
+    kept: dict[tuple[int, int], deque[int]] = {}
+    for row, places in _candidates(signatures, band, shared, crowded, similarity):
         before = sorted({other for place in places for other in kept.get(place, ())})
         if before and ((signatures[before] == signatures[row]).mean(axis=1) >= similarity).any():
             mask[row] = True
             continue
         for place in places:
-            kept.setdefault(place, []).append(row)
+            kept.setdefault(place, deque(maxlen=LATEST)).append(row)
     return mask
 
 
@@ -89,27 +100,71 @@ def values_per_band(similarity: float) -> int:
     return next((size for size in sizes if (1 - similarity**size) ** (NUM_HASHES // size) <= MAX_MISS), 1)
 
 
-def _shared_bands(signatures: np.ndarray, band: int, leave: np.ndarray) -> np.ndarray:
-    """[N, bands] bool: the row has another row's values in that band."""
+def _shared_bands(signatures: np.ndarray, band: int, leave: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[N, bands] bool: a few other rows have the row's values in that band; [N] bool: many have, in some band."""
     shared = np.zeros((len(signatures), NUM_HASHES // band), dtype=bool)
+    crowded = np.zeros(len(signatures), dtype=bool)
     there = np.flatnonzero(~leave)
     for index in range(shared.shape[1]):
         keys = np.concatenate([np.empty(0, np.uint64), *(_keys(chunk, band, index) for chunk in _chunks(signatures))])[there]
         order = np.argsort(keys, kind="stable")
-        equal = keys[order[1:]] == keys[order[:-1]]
-        shared[there[order[1:][equal]], index] = True
-        shared[there[order[:-1][equal]], index] = True
-    return shared
+        ends = np.flatnonzero(np.append(keys[order[1:]] != keys[order[:-1]], True)[: len(keys)]) + 1
+        sizes = np.diff(ends, prepend=0)
+        alike = np.repeat(sizes, sizes)  # how many rows have the values that order[i] has
+        shared[there[order[(alike > 1) & (alike <= CROWD)]], index] = True
+        crowded[there[order[alike > CROWD]]] = True
+    return shared, crowded
 
 
-def _candidates(signatures: np.ndarray, band: int, shared: np.ndarray) -> Iterator[tuple[int, list[int], np.ndarray]]:
-    rows = np.flatnonzero(shared.any(axis=1))
-    for start in range(0, len(rows), CHUNK):
-        some = rows[start : start + CHUNK]
+def _candidates(
+    signatures: np.ndarray, band: int, shared: np.ndarray, crowded: np.ndarray, similarity: float
+) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+    """Rows that may be near others, in order, with the places where they meet those: (band, its key), or (-1 - column, value)."""
+    rows = np.flatnonzero(shared.any(axis=1) | crowded)
+    counts = _value_counts(signatures, np.flatnonzero(crowded))
+    for start in range(0, len(rows), CHUNK // 8):
+        some = rows[start : start + CHUNK // 8]
         chunk = np.asarray(signatures[some])
         keys = np.stack([_keys(chunk, band, index) for index in range(shared.shape[1])], axis=1)
-        for row, mine in zip(some.tolist(), keys, strict=True):
-            yield row, np.flatnonzero(shared[row]).tolist(), mine
+        among_many = np.flatnonzero(crowded[some])
+        rarest = dict(zip(among_many.tolist(), _rarest(chunk[among_many], counts, similarity), strict=True))
+        for number, row in enumerate(some.tolist()):
+            places = [(index, int(keys[number, index])) for index in np.flatnonzero(shared[row]).tolist()]
+            yield row, places + rarest.get(number, [])
+
+
+def _rarest(chunk: np.ndarray, counts: np.ndarray, similarity: float) -> list[list[tuple[int, int]]]:
+    """For each row the (-1 - column, value) of its rarest values that another row may have, among so many that no pair is missed.
+
+    Of two rows that agree in `fewest` values or more, each has such a value among its `NUM_HASHES - fewest + 1` rarest, in any order of
+    values that is the same for all rows (prefix filtering: https://doi.org/10.1145/1242572.1242591).
+    """
+    fewest = next(count for count in range(NUM_HASHES + 1) if count / NUM_HASHES >= similarity)
+    slots = _slots(chunk, len(counts))
+    order = np.argsort(counts[slots].astype(np.uint64) << np.uint64(32) | slots, axis=1, kind="stable")[:, : NUM_HASHES - fewest + 1]
+    often = np.take_along_axis(counts[slots], order, axis=1) > 1
+    values = np.take_along_axis(chunk, order, axis=1)
+    return [
+        [(-1 - column, value) for column, value in zip(columns[met].tolist(), own[met].tolist(), strict=True)]
+        for columns, own, met in zip(order, values, often, strict=True)
+    ]
+
+
+def _value_counts(signatures: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """uint32 counts of the (column, value) pairs of these rows, by slot. Pairs that meet in a slot count as more frequent than they are."""
+    bits = min(max(int(len(rows)).bit_length() + 5, 8), MAX_SLOT_BITS)
+    counts = np.zeros(1 << bits, dtype=np.uint32)
+    for start in range(0, len(rows), CHUNK // 8):
+        np.add.at(counts, _slots(np.asarray(signatures[rows[start : start + CHUNK // 8]]), len(counts)), 1)
+    return counts
+
+
+def _slots(chunk: np.ndarray, num_slots: int) -> np.ndarray:
+    """[R, 128] uint64 below `num_slots` (a power of two): a hash of column and value (Fibonacci hashing of both)."""
+    columns = np.arange(1, NUM_HASHES + 1, dtype=np.uint64) * np.uint64(0xD1B54A32D192ED03)
+    mixed = (chunk.astype(np.uint64) ^ columns) * np.uint64(0x9E3779B97F4A7C15)
+    found: np.ndarray = mixed >> np.uint64(64 - (num_slots.bit_length() - 1))
+    return found
 
 
 def _chunks(signatures: np.ndarray) -> Iterator[np.ndarray]:

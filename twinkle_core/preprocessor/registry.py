@@ -123,11 +123,14 @@ def _named(given: Any, known: Mapping[str, Any], what: str, trusted_code: Path |
 
 
 def _make(found: type[Made], arguments: dict[str, Any]) -> Made:
-    taken = list(inspect.signature(found).parameters)
+    signature = _signature(found, found.__name__)
+    taken = list(signature.parameters)
     if unknown := sorted(set(arguments) - set(taken)):
         raise ConfigError(f"{found.__name__} takes no argument {unknown[0]!r}; it takes {', '.join(taken) or 'none'}")
+    if missing := sorted(getattr(found, "__abstractmethods__", ())):
+        raise ConfigError(f"{found.__name__} lacks the method {missing[0]}, so it can be called with nothing; define it")
     try:
-        inspect.signature(found).bind(**arguments)
+        signature.bind(**arguments)
     except TypeError as error:
         raise ConfigError(f"{found.__name__}: {error}") from None
     return found(**arguments)
@@ -139,9 +142,18 @@ def _fitting(function: Any, arguments: dict[str, Any], subject: str) -> tuple[Ca
         function, arguments = _make(function, arguments), {}
     if not callable(function):
         raise ConfigError(f"{function!r} cannot be called with {subject}")
+    name = getattr(function, "__name__", type(function).__name__)
+    signature = _signature(function, name)
     try:
-        inspect.signature(function).bind(None, **arguments)
+        signature.bind(None, **arguments)
     except TypeError as error:
-        name = getattr(function, "__name__", type(function).__name__)
         raise ConfigError(f"{name} cannot be called with {subject} and the arguments {sorted(arguments)}: {error}") from None
     return function, arguments
+
+
+def _signature(function: Any, name: str) -> inspect.Signature:
+    """What it can be called with; raises `ConfigError` for `dict` and others of Python's own that do not tell."""
+    try:
+        return inspect.signature(function)
+    except (ValueError, TypeError):
+        raise ConfigError(f"{name} does not tell what it can be called with; write a function of your own that calls it") from None

@@ -6,7 +6,6 @@ whose source cannot be pinned down has no identity and is refused, since a resul
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import inspect
 import json
@@ -21,6 +20,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from twinkle_core.errors import ConfigError
+from twinkle_core.preprocessor.code_imports import defined_names, imported_names, installed_versions
 
 SETTING = "TWINKLE_TRUSTED_CODE"
 
@@ -36,18 +36,22 @@ def load_function(name: str, folder: Path | None) -> Callable[..., Any]:
     Raises `ConfigError` where no folder is trusted, the file is not inside it, or it defines no such function.
     """
     file, function = _inside(name, folder)
+    _versions(file)
     module = _load(file, file.parent)
     found = getattr(module, function, None)
-    if not callable(found) or getattr(found, "__module__", None) != module.__name__:
+    defined = function in defined_names(file) or getattr(found, "__module__", None) == module.__name__  # a decorator may bring its own
+    if not callable(found) or not defined:
         own = sorted(key for key, value in vars(module).items() if callable(value) and getattr(value, "__module__", "") == module.__name__)
         raise ConfigError(f"'{name}': {file.name} defines no function {function!r}; it defines {', '.join(own) or 'none'}")
     return found  # type: ignore[no-any-return]
 
 
 def code_digest(name: str, folder: Path | None) -> str:
-    """Hex sha256 of what FILE.py:FUNCTION does: its file's source and that of the files of the same folder that it imports."""
+    """Hex sha256 of what FILE.py:FUNCTION does: its file's source, that of the files of the same folder that it imports, and the
+    versions of the packages that they import. Raises `ConfigError` for imports that none of this covers."""
     file, function = _inside(name, folder)
-    return _digest(file, function)
+    digest, versions = _digest(file, function), _versions(file)
+    return hashlib.sha256(json.dumps([digest, versions]).encode()).hexdigest() if versions else digest
 
 
 def function_identity(function: Any) -> str:
@@ -97,7 +101,7 @@ def _sources(file: Path) -> list[Path]:
     """The file, then the files beside it that it imports, directly or through another, by name."""
     found, waiting = {file}, [file]
     while waiting:
-        for name in _imports(waiting.pop()):
+        for name in imported_names(waiting.pop()):
             other = file.parent / f"{name}.py"
             if (file.parent / name / "__init__.py").is_file() and not other.is_file():
                 raise ConfigError(f"{file.name} imports the package '{name}' beside it; only single files are followed")
@@ -109,21 +113,10 @@ def _sources(file: Path) -> list[Path]:
     return [file, *sorted(found - {file})]
 
 
-def _imports(file: Path) -> set[str]:
-    """Names that could be files beside this one: of all imports, wherever they stand, absolute or by '.'."""
-    try:
-        tree = ast.parse(file.read_bytes(), filename=file.name)
-    except SyntaxError as error:
-        raise ConfigError(f"{file.name} is not Python: {error}") from None
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names.add(node.module.split(".")[0])
-        elif isinstance(node, ast.ImportFrom):
-            names |= {alias.name for alias in node.names}
-    return names
+def _versions(file: Path) -> list[tuple[str, str]]:
+    sources = _sources(file)
+    beside = {source.stem for source in sources}
+    return installed_versions(file, {name for source in sources for name in imported_names(source)} - beside)
 
 
 def _source_file(function: Any) -> Path:

@@ -70,7 +70,12 @@ class Template:
         return self._load()
 
     def _load(self) -> Any:
-        return _load_tokenizer(self.folder, self.config.chat_template)
+        named = self.config.chat_template
+        return _load_tokenizer(self.folder, self._own_chat_template() if named is None else named)
+
+    def _own_chat_template(self) -> str | None:
+        """What stands in for the tokenizer's chat template where the config names none; None for nothing."""
+        return None
 
     def encoder(self) -> Encoder:
         """What encodes: pickles, and works in a process that never imports transformers."""

@@ -12,7 +12,6 @@ import ast
 import json
 from pathlib import Path
 
-from twinkle_core.config import TemplateConfig
 from twinkle_core.errors import ConfigError
 from twinkle_core.template.base import Template
 
@@ -103,27 +102,9 @@ class DeepseekV4Template(Template):
 
     tool_call_style = "dsml"
 
-    def __init__(
-        self,
-        model_id: str | Path,
-        config: TemplateConfig | None = None,
-        *,
-        max_length: int | None = None,
-        truncation_strategy: str | None = None,
-        default_system: str | None = None,
-        chat_template: str | None = None,
-        enable_thinking: bool | None = None,
-        learn: str | None = None,
-    ) -> None:
-        """Raises `ConfigError` where a setting is wrong, the folder holds no tokenizer, or its text about tools cannot be read."""
-        if config is not None and config.chat_template is None:
-            config = config.model_copy(update={"chat_template": read_chat_template(Path(model_id))})
-        elif config is None and chat_template is None:
-            chat_template = read_chat_template(Path(model_id))
-        super().__init__(
-            model_id, config, max_length=max_length, truncation_strategy=truncation_strategy, default_system=default_system,
-            chat_template=chat_template, enable_thinking=enable_thinking, learn=learn,
-        )  # fmt: skip
+    def _own_chat_template(self) -> str:
+        """Raises `ConfigError` where the model's text about tools cannot be read."""
+        return read_chat_template(self.folder)
 
 
 def read_chat_template(folder: Path) -> str:

@@ -88,10 +88,13 @@ def _cut(document: Tokens, rule: Rule, limit: int) -> Tokens:
 
 
 def _split(document: Tokens, limit: int) -> list[Tokens]:
-    """Pieces of at most `limit` tokens. The last has two at least, where that can be: one token predicts nothing."""
+    """Pieces of at most `limit` tokens. A single last token that is to be learnt gets the one before it, which predicts it.
+
+    One that is not stays alone: the token before it may be a stop token, which then is learnt in the piece before.
+    """
     total = len(document.ids)
     cuts = [*range(0, total, limit), total]
-    if cuts[-1] - cuts[-2] == 1 and limit > 2:
+    if cuts[-1] - cuts[-2] == 1 and limit > 2 and document.weights[-1]:
         cuts[-2] -= 1
     return [replace(document, ids=document.ids[a:b], weights=document.weights[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
 

@@ -94,18 +94,21 @@ class TextTokenizer:
 
     def _head(self, text: str) -> tuple[int, list[int]]:
         """How much of the start of a text has the same tokens whatever follows, and these: up to its last added token."""
-        if text not in self._heads:
+        found = self._heads.get(text)
+        if found is None:
             if len(self._heads) >= CACHED_HEADS:
-                self._heads.clear()
-            self._heads[text] = self._cut(text)
-        return self._heads[text]
+                self._heads.clear()  # another thread may do so too: nothing is looked up twice
+            found = self._heads[text] = self._cut(text)
+        return found
 
     def _cut(self, text: str) -> tuple[int, list[int]]:
-        """An added token is looked for before anything else, and parts the text, unless it looks at its neighbours itself."""
+        """An added token is looked for before anything else, and parts the text, unless it, or one after it, looks at its neighbours."""
         parting = [
             content
             for content, token in self._added.items()
-            if content in text and not (token.normalized or token.lstrip or token.rstrip or token.single_word)
+            if content in text
+            and not (token.normalized or token.lstrip or token.rstrip or token.single_word)
+            and not (content[-1].isalnum() or content[-1] == "_")
         ]
         start, last = max(((text.rfind(content), content) for content in parting), default=(-1, ""))
         head = text[: start + len(last)] if parting else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,17 @@ _FORMATS = {
     ".txt": "text",
 }
 KNOWN_ENDINGS = f"{', '.join(_FORMATS)}, each also with {' or '.join(_COMPRESSIONS)} at its end"
+_STARTS = (
+    (rb"\x1f\x8b", "", "a gzip file: give it a name that ends in .gz"),
+    (rb"\x28\xb5\x2f\xfd", "", "a zstd file: give it a name that ends in .zst"),
+    (rb"BZh[1-9]1AY&SY", "", "a bzip2 file: unpack it"),
+    (rb"\xfd7zXZ\x00", "", "an xz file: unpack it"),
+    (rb"PK\x03\x04", "", "a zip file: unpack it"),
+    (rb"PAR1\x15", "parquet", "a Parquet file: give it a name that ends in .parquet"),
+    (rb"ARROW1\x00\x00", "arrow", "an Arrow file: give it a name that ends in .arrow"),
+)
+"""How files start that are no text, whose names should say so."""
+_LONGEST_START = 10
 
 
 class UnreadableFileError(DataError):
@@ -100,22 +112,25 @@ class DataFile:
 
     @contextmanager
     def reading(self) -> Iterator[BinaryIO]:
-        """The unpacked bytes, front to back. Raises `UnreadableFileError` where a compressed file is cut short or damaged."""
+        """The unpacked bytes, front to back. Raises `UnreadableFileError` where a compressed file is cut short or damaged,
+        and where the bytes are of another type than the name says."""
         with self.content.open() as raw:
             if self.type.compression is None:
-                yield raw
+                yield cast(BinaryIO, _Checked(raw, self))
                 return
             import pyarrow as pa
 
             # pyarrow's streams tell a file that was cut off from one that ends, and read files glued together
             with pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), self.type.compression) as unpacked:
-                yield cast(BinaryIO, _Unpacked(unpacked, self))
+                yield cast(BinaryIO, _Checked(unpacked, self))
 
     @contextmanager
     def seeking(self) -> Iterator[BinaryIO]:
         """The unpacked bytes, seekable: a compressed file is unpacked into a temporary one first."""
         if self.type.compression is None:
             with self.content.open() as raw:
+                self.check_start(raw.read(_LONGEST_START))
+                raw.seek(0)
                 yield raw
             return
         with tempfile.TemporaryFile() as unpacked, self.reading() as stream:
@@ -123,17 +138,30 @@ class DataFile:
             unpacked.seek(0)
             yield cast(BinaryIO, unpacked)
 
+    def check_start(self, start: bytes) -> None:
+        """Raises `UnreadableFileError` where the unpacked bytes are of a type that the name does not tell."""
+        for pattern, named, problem in _STARTS:
+            if named != self.type.format and re.match(pattern, start):
+                inside = f"unpacked, {self.name} is" if self.type.compression else f"{self.name} is"
+                raise UnreadableFileError(f"{inside} {problem}")
 
-class _Unpacked:
+
+class _Checked:
     def __init__(self, stream: BinaryIO, file: DataFile) -> None:
-        self._stream, self._file = stream, file
+        self._stream, self._file, self._at_start = stream, file, True
 
     def read(self, size: int) -> bytes:
         try:
-            return self._stream.read(size)
+            data = self._stream.read(size)
+            if self._at_start:
+                self._file.check_start(data[:_LONGEST_START])
+                self._at_start = False
+            return data
         except StorageError:
             raise
         except OSError as error:
+            if self._file.type.compression is None:
+                raise
             reason = f"{self._file.name} is no whole {self._file.type.compression} file: {error}; fetch or write it again"
             raise UnreadableFileError(reason) from error
 

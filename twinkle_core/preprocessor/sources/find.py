@@ -65,7 +65,7 @@ class _Tree(ABC):
 
     @abstractmethod
     def below(self, name: str) -> list[str]:
-        """Sorted full names of all files below the folder `name`."""
+        """Sorted full names of all that is no folder below the folder `name`."""
 
     @abstractmethod
     def content(self, name: str) -> LocalContent | StoredContent: ...
@@ -93,7 +93,7 @@ class _LocalTree(_Tree):
         return found
 
     def below(self, name: str) -> list[str]:
-        files = [inside for child in self.children(name) if self.is_file(inside := _join(name, child))]
+        files = [inside for child in self.children(name) if not self.is_folder(inside := _join(name, child))]
         return sorted([*files, *(inside for folder in self.subfolders(name) for inside in self.below(folder))])
 
     def content(self, name: str) -> LocalContent:
@@ -155,6 +155,8 @@ def _find(source: str, uri: str, tree: _Tree, name: str) -> list[DataFile]:
         relative = found[start:]
         if any(_PASSED_OVER.fullmatch(part) for part in relative.split("/")):
             continue
+        if not tree.is_file(found):
+            raise DataError(f"source '{source}': {relative} in {uri} is no file (a link to nothing, or a pipe); take it away or mend it")
         kind = file_type(relative)
         if kind is None:
             raise ConfigError(
@@ -177,7 +179,7 @@ def _literal_base(tree: _Tree, pattern: str) -> str:
 
 
 def _expand(tree: _Tree, base: str, parts: list[str]) -> Iterator[str]:
-    """Names of the files below `base` that match the parts."""
+    """Names below `base` that match the parts, of all that is no folder."""
     part, rest = parts[0], parts[1:]
     if part == "**":
         yield from _expand(tree, base, rest or ["*"])
@@ -190,7 +192,7 @@ def _expand(tree: _Tree, base: str, parts: list[str]) -> Iterator[str]:
     for name in (_join(base, child) for child in matches):
         if rest:
             yield from _expand(tree, name, rest)
-        elif tree.is_file(name):
+        elif tree.is_file(name) or not tree.is_folder(name):
             yield name
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face's and ModelScope's hubs on loopback: the routes that their clients use to list and fetch a dataset."""
+"""Hugging Face's and ModelScope's hubs on loopback: the routes that their clients use to list and fetch a model or a dataset."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 @dataclass
 class FakeHubs:
-    """Datasets as `{(repo, commit): {file: bytes}}`, branches as `{(repo, name): commit}`; both hubs serve the same ones."""
+    """Repositories as `{(repo, commit): {file: bytes}}`, branches as `{(repo, name): commit}`; both hubs serve the same ones."""
 
-    datasets: dict[tuple[str, str], dict[str, bytes]] = field(default_factory=dict)
+    repositories: dict[tuple[str, str], dict[str, bytes]] = field(default_factory=dict)
     branches: dict[tuple[str, str], str] = field(default_factory=dict)
     damaged: dict[str, int] = field(default_factory=dict)
     """File → how many more times it is sent with one byte changed."""
     fetched: list[str] = field(default_factory=list)
     """Names of the files whose bytes were asked for, in order."""
-    requests: int = 0
+    requests: list[str] = field(default_factory=list)
     endpoint: str = ""
 
-    def commit(self, repo: str, files: dict[str, bytes], branch: str = "master") -> str:
+    def commit(self, repo: str, files: dict[str, bytes]) -> str:
+        """The new commit, to which both names of the default branch now lead."""
         sha = hashlib.sha1(json.dumps([repo, {name: data.hex() for name, data in files.items()}]).encode()).hexdigest()
-        self.datasets[repo, sha] = files
-        self.branches[repo, branch] = sha
+        self.repositories[repo, sha] = files
+        self.branches[repo, "main"] = self.branches[repo, "master"] = sha
         return sha
 
     def body(self, repo: str, commit: str, name: str) -> bytes:
         self.fetched.append(name)
-        data = self.datasets[repo, commit][name]
+        data = self.repositories[repo, commit][name]
         if self.damaged.get(name, 0):
             self.damaged[name] -= 1
             data = data[:-1] + bytes([data[-1] ^ 1])
@@ -43,7 +44,7 @@ class FakeHubs:
 
 
 def is_large(name: str) -> bool:
-    return name.endswith(".parquet")
+    return name.endswith((".parquet", ".safetensors"))
 
 
 def blob_id(data: bytes) -> str:
@@ -64,13 +65,14 @@ def running_hubs() -> Iterator[FakeHubs]:
             self.do_GET()
 
         def do_GET(self) -> None:
-            hubs.requests += 1
+            hubs.requests.append(f"{self.command} {self.path}")
             url = urlsplit(self.path)
             path, query = unquote(url.path), {key: values[0] for key, values in parse_qs(url.query).items()}
             for pattern, answer in (
-                (r"/api/datasets/([^/]+/[^/]+)/revision/([^/]+)", self._hf_info),
-                (r"/api/datasets/([^/]+/[^/]+)/tree/([^/]+)", self._hf_tree),
-                (r"/datasets/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", self._hf_file),
+                (r"/api/(?:datasets|models)/([^/]+/[^/]+)/revision/([^/]+)", self._hf_info),
+                (r"/api/models/([^/]+/[^/]+)()", self._hf_info),
+                (r"/api/(?:datasets|models)/([^/]+/[^/]+)/tree/([^/]+)", self._hf_tree),
+                (r"(?:/datasets)?/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", self._hf_file),
             ):
                 if match := re.fullmatch(pattern, path):
                     return answer(*match.groups())
@@ -81,23 +83,23 @@ def running_hubs() -> Iterator[FakeHubs]:
             self._send(404, {"Code": 404, "Success": False, "Message": f"no route {path}"})
 
         def _commit(self, repo: str, revision: str) -> str | None:
-            if (repo, revision) in hubs.datasets:
+            if (repo, revision) in hubs.repositories:
                 return revision
             sha = hubs.branches.get((repo, revision))
             if sha is None:
-                known = any(name == repo for name, _ in hubs.datasets)
+                known = any(name == repo for name, _ in hubs.repositories)
                 body = {"error": "not found", "Code": 404, "Success": False, "Message": "not found"}
                 self._send(404, body, {"X-Error-Code": "RevisionNotFound" if known else "RepoNotFound"})
             return sha
 
         def _hf_info(self, repo: str, revision: str) -> None:
-            if sha := self._commit(repo, revision):
-                self._send(200, {"id": repo, "sha": sha, "siblings": [], "tags": []})
+            if sha := self._commit(repo, revision or "main"):
+                self._send(200, {"id": repo, "modelId": repo, "sha": sha, "siblings": [], "tags": []})
 
         def _hf_tree(self, repo: str, revision: str) -> None:
             if sha := self._commit(repo, revision):
                 items: list[dict[str, Any]] = [{"type": "directory", "path": "data", "oid": "0" * 40}]
-                for name, data in hubs.datasets[repo, sha].items():
+                for name, data in hubs.repositories[repo, sha].items():
                     item: dict[str, Any] = {"type": "file", "path": name, "size": len(data), "oid": blob_id(data)}
                     if is_large(name):
                         item["lfs"] = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}
@@ -106,7 +108,7 @@ def running_hubs() -> Iterator[FakeHubs]:
 
         def _hf_file(self, repo: str, revision: str, name: str) -> None:
             if sha := self._commit(repo, revision):
-                data = hubs.datasets[repo, sha][name]
+                data = hubs.repositories[repo, sha][name]
                 etag = hashlib.sha256(data).hexdigest() if is_large(name) else blob_id(data)
                 body = hubs.body(repo, sha, name) if self.command == "GET" else data
                 self._send(200, body, {"ETag": f'"{etag}"', "X-Repo-Commit": sha})
@@ -115,7 +117,7 @@ def running_hubs() -> Iterator[FakeHubs]:
             if sha := self._commit(repo, query["Revision"]):
                 files = [{"Path": "data", "Name": "data", "Type": "tree", "Size": 0}] + [
                     {"Path": name, "Type": "blob", "Size": len(data), "Sha256": hashlib.sha256(data).hexdigest()}
-                    for name, data in hubs.datasets[repo, sha].items()
+                    for name, data in hubs.repositories[repo, sha].items()
                 ]
                 start, size = (int(query["PageNumber"]) - 1) * int(query["PageSize"]), int(query["PageSize"])
                 self._send(200, {"Code": 200, "Success": True, "Data": {"Files": files[start : start + size]}})
@@ -123,7 +125,7 @@ def running_hubs() -> Iterator[FakeHubs]:
         def _ms_file(self, repo: str, query: dict[str, str]) -> None:
             if sha := self._commit(repo, query["Revision"]):
                 name = query["FilePath"]
-                self._send(200, hubs.body(repo, sha, name) if self.command == "GET" else hubs.datasets[repo, sha][name])
+                self._send(200, hubs.body(repo, sha, name) if self.command == "GET" else hubs.repositories[repo, sha][name])
 
         def _send(self, status: int, body: Any, headers: dict[str, str] | None = None) -> None:
             data = body if isinstance(body, bytes) else json.dumps(body).encode()
