@@ -66,7 +66,7 @@ class GKDLoss(Loss):
         found = self.given(inputs.teacher_logits, "teacher_logits", " or teacher_top_log_probs").detach()
         if found.shape != logits.shape:
             raise DataError(
-                f"GKDLoss: teacher's logits are {tuple(found.shape)}, the student's {tuple(logits.shape)}: one vocabulary is needed"
+                f"GKDLoss: teacher_logits are {tuple(found.shape)}, the student's {tuple(logits.shape)}: they need one vocabulary"
             )
         return (found, None) if self.topk is None else found.topk(min(self.topk, found.shape[1]), dim=-1)
 

@@ -23,7 +23,8 @@ class InfonceLoss(Loss):
 
     Z sums exp(s / t) over d+, the anchor's own negatives and, with `use_batch`, the positives and negatives of all other anchors of the
     micro-batch; with `include_qq` s(q, q') of other anchors, with `include_dd` s(d+, d) of d+ with other anchors' positives; each but
-    d+ left out by `mask_fake_negative`: https://arxiv.org/abs/2506.05176, eq. 1 and 2. Every ANCHOR is followed by one POSITIVE and its NEGATIVEs.
+    d+ may be left out by `mask_fake_negative`. https://arxiv.org/abs/2506.05176, eq. 1 and 2.
+    Every ANCHOR is followed by one POSITIVE and its NEGATIVEs.
 
     In-batch negatives belong to the micro-batch: unlike the other losses this one changes with its size. Across ranks it does not, given
     `gather` or `process_group`: the value is that of this rank's anchors, the gradient that of all ranks' anchors with respect to this
@@ -67,10 +68,12 @@ class InfonceLoss(Loss):
             raise DataError(f"InfonceLoss: embeddings {tuple(embeddings.shape)} for {inputs.num_documents} documents; one each")
         units = torch.nn.functional.normalize(embeddings if embeddings.dtype == torch.float64 else embeddings.float(), dim=-1)
         roles = units.new_tensor(self._roles(inputs.kinds)).reshape(-1, 2)
-        parts = self._gathered(torch.cat([units, roles], dim=1))
+        given = torch.cat([units, roles], dim=1)
+        parts = self._gathered(given)
         whole = torch.cat(list(parts))
         losses = self._losses(whole[:, :-2], whole[:, -2].long(), self._groups(parts))
-        own = self._is_own(parts, whole[:, -2])
+        own = torch.cat([torch.full((len(part),), part is given, device=whole.device) for part in parts])
+        own = own[whole[:, -2] == DocumentKind.ANCHOR]
         # Value of this rank's anchors, gradient of all: other ranks' anchors meet this rank's documents.
         others = losses[~own].sum()
         return self.output(inputs, losses[own].sum() + (others - others.detach()) + units.sum() * 0)
@@ -97,7 +100,10 @@ class InfonceLoss(Loss):
 
     def _gathered(self, values: torch.Tensor) -> Sequence[torch.Tensor]:
         if self.gather is not None:
-            return self.gather(values)
+            parts = self.gather(values)
+            if sum(part is values for part in parts) != 1:
+                raise ConfigError("gather has to give back, among the ranks' tensors, the very tensor it was given, once")
+            return parts
         return [values] if self.process_group is None else gather_documents(values, self.process_group)
 
     @staticmethod
@@ -108,13 +114,6 @@ class InfonceLoss(Loss):
             numbers.append(part[:, -1].detach().long() + starts)
             starts += int((part[:, -2] == DocumentKind.ANCHOR).sum())
         return torch.cat(numbers)
-
-    @staticmethod
-    def _is_own(parts: Sequence[torch.Tensor], kinds: torch.Tensor) -> torch.Tensor:
-        """[A] whether each anchor lies in the part that carries a gradient; all do where none does."""
-        own = torch.cat([torch.full((len(part),), part.requires_grad, device=kinds.device) for part in parts])
-        own = own if len(parts) > 1 else torch.ones_like(own)
-        return own[kinds == DocumentKind.ANCHOR]
 
     def _losses(self, units: torch.Tensor, kinds: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
         """[A] losses of all anchors."""

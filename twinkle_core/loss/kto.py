@@ -15,8 +15,9 @@ from twinkle_core.types import DocumentKind
 class KTOLoss(Loss):
     """w_y (1 - sigmoid(s beta (r - z))), a mean over judged documents; https://arxiv.org/abs/2402.01306, eq. 8.
 
-    r is the sum of log pi - log ref; s is 1 for desirable documents and -1 for undesirable ones. z = max(0, `LossInputs.kl`) is the batch's estimate of the KL divergence,
-    from answers paired with other prompts (section 4.1 there), made by whoever sees the whole batch; no gradient goes through it.
+    r is the sum of log pi - log ref; s is 1 for desirable documents and -1 for undesirable ones. z = max(0, `LossInputs.kl`) is the
+    batch's estimate of the KL divergence, from answers paired with other prompts (section 4.1 there), made by whoever sees the whole
+    batch; no gradient goes through it.
     """
 
     unit = "sequence"
