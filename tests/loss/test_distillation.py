@@ -12,7 +12,7 @@ from twinkle_core.loss.base import LossInputs, LossOutput, ModelOutputs
 # Teacher 3 : 1, student 1 : 1 over two words; the mixture at beta 0.5 is 5 : 3.
 INPUTS = LossInputs(labels=torch.tensor([0]), num_loss_tokens=(1,), teacher_logits=torch.tensor([[math.log(3), 0.0]], dtype=torch.float64))
 STUDENT = torch.zeros(1, 2, dtype=torch.float64, requires_grad=True)
-T, S, M = (0.75, 0.25), (0.5, 0.5), (0.625, 0.375)
+T, S, M, NEAR_S = (0.75, 0.25), (0.5, 0.5), (0.625, 0.375), (0.525, 0.475)
 
 
 def kl(p: tuple[float, ...], q: tuple[float, ...]) -> float:
@@ -29,7 +29,7 @@ def loss_of(inputs: LossInputs = INPUTS, student: torch.Tensor = STUDENT, **argu
         (0.0, kl(T, S)),
         (1.0, kl(S, T)),
         (0.5, 0.5 * kl(T, M) + 0.5 * kl(S, M)),
-        (0.1, 0.1 * kl(T, (0.525, 0.475)) + 0.9 * kl(S, (0.525, 0.475))),
+        (0.1, 0.1 * kl(T, NEAR_S) + 0.9 * kl(S, NEAR_S)),
     ],
 )
 def test_gkd(beta: float, expected: float) -> None:
