@@ -7,7 +7,9 @@ import json
 import multiprocessing
 import random
 import signal
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,13 @@ from typing import Any
 import pytest
 
 from storage.artifact import ArtifactRecord, ArtifactRef, commit_record, list_records, verify_record
-from storage.layout import data_prefix
+from storage.layout import data_prefix, run_use_key
 from storage.store import Store, open_store
 from storage.transfer import upload_folder
 from tasks.context import Context, RunSpec
 from tasks.settings import Settings
 from tests.chaos.harness import Counter, Kill
+from twinkle_cli.collect import collect
 from twinkle_core.config import ModelConfig, PackingConfig, ShardConfig, TemplateConfig
 from twinkle_core.preprocessor.run import trajectory_line
 
@@ -209,6 +212,32 @@ def test_the_scene_has_what_the_law_speaks_of(make_scene: Callable[..., DataScen
     report = json.loads(scene.store.get(f"{records['encode'].prefix}/report.json"))
     assert report["train"]["split"] > 0
     assert sum(entry.path.startswith("shard-") for entry in records["shard"].files) > 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(2))
+def test_a_kill_then_gc_and_a_damaged_part_then_two_that_go_on_at_once(
+    make_scene: Callable[..., DataScene], undisturbed: tuple[dict[str, str], int], seed: int
+) -> None:
+    """What the run in progress has finished outlives `artifacts gc`, a damaged part is made again, and one of two computes."""
+    expected, num_events = undisturbed
+    rng, scene = random.Random(seed), make_scene(num_proc=2)
+    for event in range(num_events // 3 + seed, num_events, 4):
+        if run_victim(scene, Kill(event=event, before=True)) is None and scene.half_done():
+            break
+    assert scene.half_done()
+    before = {info.key for info in scene.store.list("data") if ".parts/" in info.key}
+    scene.store.put(run_use_key("chaos", "preprocess", scene.trajectories.key), b"")  # as the run's first stage has done
+    collect(scene.store.url, keep_last=0, min_age_hours=0, dry_run=False, now=time.time() + 60, say=lambda line: None)
+    unfinished = set(STAGES) - set(scene.digests())
+    assert any(info.key in before and info.key.split("/")[1] in unfinished for info in scene.store.list("data"))
+    parts = sorted(info.key for info in scene.store.list("data") if info.key.endswith(".arrow") and info.key.split("/")[1] in unfinished)
+    damaged = rng.choice(parts)
+    scene.store.put(damaged, scene.store.get(damaged)[:-9] + b"elsewhere")
+    with ThreadPoolExecutor(2) as both:
+        assert None not in both.map(run_victim, [scene, scene])
+    assert scene.digests() == expected
 
 
 @pytest.mark.chaos
