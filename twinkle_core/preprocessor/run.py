@@ -25,7 +25,7 @@ from twinkle_core.types import Progress
 
 __all__ = ["VERSION", "preprocess", "read_trajectories", "trajectory_line"]
 
-VERSION = 3
+VERSION = 4
 """Raised when the same sources and settings would give other files."""
 TRAIN, HELD_OUT, DUPLICATE = 0, 1, 2
 

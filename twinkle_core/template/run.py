@@ -22,7 +22,7 @@ from twinkle_core.template.lines import BadRow, EncodeLines, Encodes, SampleColu
 from twinkle_core.template.processes import ProcessMap, available_cores
 from twinkle_core.types import KeepParts, PartSink, Progress
 
-VERSION = 4
+VERSION = 5
 """Raised when the same rows and settings would give other files."""
 
 PART_ROWS = 32768
