@@ -15,9 +15,9 @@ from twinkle_core.errors import ConfigError, TrainingError
 from twinkle_core.loss.cross_entropy import token_losses
 from twinkle_core.model import checkpoint_files as files
 from twinkle_core.model.adapter import Adapter, refuse_untrained
-from twinkle_core.model.gradients import GradientBucket
 from twinkle_core.model.loading import load_base
 from twinkle_core.model.optimizer import Optimizer, Schedule, schedule_settings
+from twinkle_core.model.placement import Placement, Replicated
 from twinkle_core.model.seeding import derive_seed
 from twinkle_core.model.transformers import TRAINER_STATE_FILE, Row
 from twinkle_core.processor.base import InputProcessor
@@ -40,6 +40,7 @@ class TransformersWorker:
         self.world_size = world_size
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         self._processor = InputProcessor()
+        self.placement: Placement = Replicated(rank, world_size)
         self._save: BackgroundSave | None = None
 
     def load(self, model_id: str, mixed_precision: str, seed: int) -> None:
@@ -71,7 +72,7 @@ class TransformersWorker:
 
     def set_optimizer(self, name: str, lr: float, weight_decay: float, betas: tuple[float, float], eps: float) -> None:
         self._optimizer = Optimizer(name, self.trainable, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps)
-        self._gradients = GradientBucket(self.trainable.values())
+        self._gradients = self.placement.gradients(self.trainable)
 
     def set_lr_scheduler(self, name: str, num_training_steps: int, num_warmup_steps: int) -> None:
         schedule = Schedule(name=name, num_training_steps=num_training_steps, num_warmup_steps=num_warmup_steps)
@@ -120,7 +121,7 @@ class TransformersWorker:
         optimizer, step = self._ready(), self._step + 1
         if self._schedule is not None and self._step >= self._schedule.num_training_steps:
             raise TrainingError(f"optimizer step {step} is past the schedule's num_training_steps={self._schedule.num_training_steps}")
-        loss_weight = self._gradients.reduce(self.world_size)
+        loss_weight = self._gradients.reduce()
         if loss_weight == 0:
             why = f"every label is {IGNORE}, or forward_backward was not called"
             raise TrainingError(f"no supervised token before optimizer step {step}: {why}")
@@ -153,7 +154,7 @@ class TransformersWorker:
 
     def _supervised_logits(self, rows: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Logits [S, V], labels [S] and, where some row has them, loss weights [S] of the supervised tokens of `rows`, in one row."""
-        batch = self._processor.collate(rows)
+        batch = self.placement.cut(self._processor.collate(rows))
         labels = batch["labels"][0]
         positions = (labels != IGNORE).nonzero()[:, 0]
         if not len(positions):
@@ -179,17 +180,17 @@ class TransformersWorker:
         return self._optimizer
 
     def get_state_dict(self) -> dict[str, np.ndarray]:
-        return {name: tensor.numpy() for name, tensor in files.detach(self.trainable).items()} if self.rank == 0 else {}
+        return {name: tensor.numpy() for name, tensor in self.placement.gather(self.trainable).items()}
 
     def _snapshot(self) -> files.Snapshot:
         optimizer = self._ready()
-        weights = files.detach(self.trainable)
+        weights = self.placement.gather(self.trainable)
         if self._adapter is not None and self._step > 0:
             refuse_untrained(weights)
         return files.Snapshot(
             weights=weights,
             adapter_config=self._adapter.config_json() if self._adapter else None,
-            optimizer=files.detach(optimizer.tensors()),
+            optimizer=self.placement.gather(optimizer.tensors()),
             rng=files.detach(_rng_states()),
             training={"cur_step": self._step, **self._settings()},
         )
@@ -255,10 +256,8 @@ class TransformersWorker:
         read = [files.read_tensors(source) for source, _ in pairs]
         for found, (source, expected) in zip(read, pairs, strict=True):
             files.check_tensors(found, expected, source)
-        with torch.no_grad():
-            for found, (_, target) in zip(read[:2], pairs[:2], strict=True):
-                for name, tensor in target.items():
-                    tensor.copy_(found[name])
+        for found, (_, target) in zip(read[:2], pairs[:2], strict=True):
+            self.placement.scatter(found, target)
         if not only_weights:
             _set_rng_states(read[2])
             self._step = int(training["cur_step"])
