@@ -65,8 +65,9 @@ def row(*lengths: int, seed: int = 0, weighted: bool = False) -> PackedRow:
 
 
 def packed_micro_batches(num: int) -> list[list[PackedRow]]:
-    """One row of one to three documents a micro-batch, of unequal lengths."""
-    return [[row(*(4 + (3 * index + 5 * part) % 9 for part in range(1 + index % 3)), seed=index)] for index in range(num)]
+    """One row of one to three documents a micro-batch, of unequal lengths; the first row has loss weights."""
+    lengths = [[4 + (3 * index + 5 * part) % 9 for part in range(1 + index % 3)] for index in range(num)]
+    return [[row(*documents, seed=index, weighted=index == 0)] for index, documents in enumerate(lengths)]
 
 
 def several_row_micro_batches(num: int) -> list[list[PackedRow]]:
@@ -77,7 +78,44 @@ def several_row_micro_batches(num: int) -> list[list[PackedRow]]:
 def loss_of(model: torch.nn.Module, rows: Sequence[PackedRow]) -> torch.Tensor:
     batch = InputProcessor().collate(rows)
     labels = batch["labels"][0]
-    logits = model(
-        input_ids=batch["input_ids"], position_ids=batch["position_ids"], seq_lens=batch["seq_lens"], use_cache=False
-    ).logits[0]
+    logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], seq_lens=batch["seq_lens"], use_cache=False).logits[0]
     return token_losses(logits, labels).sum()
+
+
+def oracle(folder: Path, micro_batches: Sequence[Sequence[PackedRow]], max_norm: float = 1e9) -> dict[str, Any]:
+    """The same on one process with none of our code: transformers' own attention, a document at a time, torch's own cross-entropy."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    weight = sum(one.loss_weight for rows in micro_batches for one in rows)
+    total = 0.0
+    for one in (one for rows in micro_batches for one in rows):
+        start = 0
+        for length in one.seq_lens.tolist():
+            part = slice(start, start + length)
+            ids, labels = (torch.from_numpy(values[part].astype(np.int64)) for values in (one.input_ids, one.labels))
+            logits = model(input_ids=ids[None], use_cache=False).logits[0]
+            losses = torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none")
+            if one.loss_weights is not None:
+                losses = losses * torch.from_numpy(one.loss_weights[part])
+            (losses.sum() / weight).backward()
+            total += float(losses.detach().sum())
+            start += length
+    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm))
+    gradients = {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
+    return {"loss": total, "weight": weight, "norm": norm, "gradients": gradients}
+
+
+def assert_same(got: dict[str, Any], expected: dict[str, Any], rtol: float = 1e-5) -> None:
+    """Losses, weights, norms, and each gradient within `rtol` of its largest value."""
+    assert got["loss"] == pytest_approx(expected["loss"], rtol)
+    assert got["weight"] == pytest_approx(expected["weight"], 1e-6)
+    assert got["norm"] == pytest_approx(expected["norm"], rtol)
+    if got["gradients"]:
+        assert got["gradients"].keys() == expected["gradients"].keys()
+        for name, value in expected["gradients"].items():
+            np.testing.assert_allclose(got["gradients"][name], value, rtol=rtol, atol=rtol * np.abs(value).max(), err_msg=name)
+
+
+def pytest_approx(value: float, rtol: float) -> Any:
+    import pytest
+
+    return pytest.approx(value, rel=rtol)

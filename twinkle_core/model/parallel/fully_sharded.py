@@ -6,8 +6,9 @@ knows the loss weight of the whole batch divides, once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -45,6 +46,23 @@ class ShardingSettings:
             raise ConfigError(f"checkpoint_every is {self.checkpoint_every}; at least 1 is needed")
 
 
+def settings_from(fsdp_config: Mapping[str, Any] | None, mixed_precision: str, memory_efficient_init: bool) -> ShardingSettings:
+    """Settings from the arguments of `TransformersModel`. Raises `ConfigError` naming an unknown key, and the known ones.
+
+    With LoRA and 'bf16', the model computes under autocast anyway; gathering in bf16 halves what is sent.
+    """
+    known = {field.name for field in fields(ShardingSettings)} - {"mixed_precision", "memory_efficient_init"}
+    given = dict(fsdp_config or {})
+    unknown = sorted(given.keys() - known)
+    if unknown:
+        raise ConfigError(f"fsdp_config has {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+    return ShardingSettings(
+        mixed_precision=mixed_precision,  # type: ignore[arg-type]  # checked there
+        memory_efficient_init=memory_efficient_init,
+        **given,
+    )
+
+
 def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
     """The decoder layers, first to last: the modules that the model itself says are not to be split."""
     names = {name for module in model.modules() for name in (getattr(module, "_no_split_modules", None) or ())}
@@ -62,9 +80,7 @@ def shard_parameters(model: PreTrainedModel, mesh: DeviceMesh, settings: Shardin
     precision = MixedPrecisionPolicy(param_dtype=DTYPES[settings.mixed_precision], reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if settings.cpu_offload else OffloadPolicy()
     for layer in decoder_layers(model):
-        fully_shard(
-            layer, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=settings.reshard_after_forward
-        )
+        fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=settings.reshard_after_forward)
     fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False)
     sum_gradients(model)
 

@@ -123,6 +123,17 @@ class _RingAttention(torch.autograd.Function):
         return grad_query, held[1], None, None, None
 
 
+def check_supported(config: Any) -> None:
+    """Raises `ConfigError` for models whose attention ring attention does not compute."""
+    problems = {
+        "attention dropout": bool(getattr(config, "attention_dropout", 0.0)),
+        "sliding-window layers": "sliding_attention" in (getattr(config, "layer_types", None) or ()),
+    }
+    if any(problems.values()):
+        what = " and ".join(name for name, found in problems.items() if found)
+        raise ConfigError(f"model type '{config.model_type}' has {what}: set cp_size to 1 and use ulysses_size")
+
+
 def register(group: dist.ProcessGroup) -> str:
     """Makes the ring attention of this group known to transformers and gives its name for `attn_implementation`."""
     ring = Ring(group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -18,18 +19,15 @@ class ShardedGradients:
     sharded base) lie in one flat buffer, as in `GradientBucket`, and are summed here, over `ranks_with_other_losses`.
     """
 
-    def __init__(
-        self, parameters: Iterable[torch.nn.Parameter], *, is_first_of_slice: bool, ranks_with_other_losses: dist.ProcessGroup | None
-    ) -> None:
-        """`is_first_of_slice`: of the ranks that compute the same rows, one counts their loss weight."""
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], ranks_with_other_losses: dist.ProcessGroup | None) -> None:
+        """None stands for all ranks. Ranks of one tensor-parallel group compute the same loss: their gradients are not added up."""
         owned = list(parameters)
         self._parted = [parameter for parameter in owned if isinstance(parameter, DTensor)]
         plain = [parameter for parameter in owned if not isinstance(parameter, DTensor)]
         self._device = owned[0].device
         self._group = ranks_with_other_losses
-        self._is_first_of_slice = is_first_of_slice
         self.loss_weight = 0.0
-        """Weights of the supervised tokens whose losses this worker has summed since the last step; 1 each without weights."""
+        """Weight of the supervised tokens that this rank counts since the last step; 0 on ranks that do not lead."""
         self._flat = torch.zeros(sum(parameter.numel() for parameter in plain), dtype=torch.float32, device=self._device)
         start = 0
         for parameter in plain:
@@ -38,17 +36,17 @@ class ShardedGradients:
 
     def reduce(self) -> float:
         """Sums over ranks what is not summed yet. Gives the loss weight of the global batch."""
-        weight = torch.tensor(self.loss_weight if self._is_first_of_slice else 0.0, dtype=torch.float64, device=self._device)
+        weight = torch.tensor(self.loss_weight, dtype=torch.float64, device=self._device)
         dist.all_reduce(weight)
         if len(self._flat):
             dist.all_reduce(self._flat, group=self._group)
         return float(weight)
 
-    def normalise_and_clip(self, loss_weight: float, max_norm: float) -> float:
-        """Divides by the weight of the batch and scales down to `max_norm`. Gives the L2 norm in between, the same on every rank."""
-        norm = float(self._squared_norm().sqrt()) / loss_weight
+    def normalise_and_clip(self, loss_weight: float, max_norm: float, norm_type: float = 2.0) -> float:
+        """Divides by the weight of the batch and scales down to `max_norm`. Gives the norm in between, the same on every rank."""
+        norm = self._norm(norm_type) / loss_weight
         scale = min(1.0, max_norm / (norm + 1e-6)) / loss_weight
-        for tensor in (self._flat, *self._parts()):
+        for tensor in (self._flat, *(part for part in map(_gradient, self._parted) if part is not None)):
             tensor.mul_(scale)
         return norm
 
@@ -58,23 +56,35 @@ class ShardedGradients:
             parameter.grad = None
         self.loss_weight = 0.0
 
-    def _parts(self) -> list[torch.Tensor]:
-        return [part.grad.to_local() for part in self._parted if part.grad is not None]  # type: ignore[attr-defined]
+    def _norm(self, norm_type: float) -> float:
+        """Of all gradients as one vector. A part counts once, however many ranks hold a copy of it."""
+        is_largest = math.isinf(norm_type)
+        reduction = dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM
 
-    def _squared_norm(self) -> torch.Tensor:
-        """float64 scalar. A part counts once, however many ranks hold a copy of it."""
-        total = torch.linalg.vector_norm(self._flat, dtype=torch.float64).square()
-        sums: dict[tuple[DeviceMesh, tuple[bool, ...]], torch.Tensor] = {}
+        def power(tensor: torch.Tensor | None) -> torch.Tensor:
+            if tensor is None or tensor.numel() == 0:
+                return torch.zeros((), dtype=torch.float64, device=self._device)
+            norm = torch.linalg.vector_norm(tensor, norm_type, dtype=torch.float64)
+            return norm if is_largest else norm**norm_type
+
+        def joined(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+            return torch.maximum(one, other) if is_largest else one + other
+
+        by_cut: dict[tuple[DeviceMesh, tuple[bool, ...]], torch.Tensor] = {}
         for parameter in self._parted:
-            cut = tuple(isinstance(placement, (Shard, _StridedShard)) for placement in parameter.placements)
-            part = torch.zeros((), dtype=torch.float64, device=self._device)
-            if parameter.grad is not None:
-                part = torch.linalg.vector_norm(parameter.grad.to_local(), dtype=torch.float64).square()  # type: ignore[attr-defined]
-            key = (parameter.device_mesh, cut)
-            sums[key] = sums[key] + part if key in sums else part
-        for (mesh, cut), value in sums.items():
+            key = (parameter.device_mesh, tuple(isinstance(place, (Shard, _StridedShard)) for place in parameter.placements))
+            value = power(_gradient(parameter))
+            by_cut[key] = joined(by_cut[key], value) if key in by_cut else value
+        total = power(self._flat)
+        for (mesh, cut), value in by_cut.items():
             for axis, is_cut in enumerate(cut):
                 if is_cut:
-                    dist.all_reduce(value, group=mesh.get_group(axis))
-            total = total + value
-        return total
+                    dist.all_reduce(value, reduction, group=mesh.get_group(axis))
+            total = joined(total, value)
+        return float(total) if is_largest else float(total) ** (1 / norm_type)
+
+
+def _gradient(parameter: DTensor) -> torch.Tensor | None:
+    """This rank's part of the gradient."""
+    gradient: DTensor | None = parameter.grad  # type: ignore[assignment]
+    return None if gradient is None else gradient.to_local()

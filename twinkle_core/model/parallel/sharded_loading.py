@@ -13,9 +13,9 @@ from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from twinkle_core.errors import ConfigError, DamagedError
+from twinkle_core.errors import ConfigError, DamagedError, TwinkleError
 from twinkle_core.kernel import packed_attention
-from twinkle_core.model.loading import refuse_quantized
+from twinkle_core.model.loading import load_base, refuse_quantized
 from twinkle_core.model.parallel.whole_tensors import local_slices
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -48,9 +48,19 @@ def weight_files(folder: str | Path) -> dict[str, Path]:
         return dict.fromkeys(file.keys(), base / SINGLE_FILE)
 
 
-def names_match(model: PreTrainedModel, files: Mapping[str, Path]) -> bool:
-    """Whether the files hold each parameter under the model's own name; older or per-expert names need transformers' reader."""
-    return all(name in files for name, _ in model.named_parameters())
+def fill(model: PreTrainedModel, folder: str | Path, device: torch.device) -> None:
+    """Gives every parameter that has no memory yet its slice of the weights in `folder`, on `device`. Collective.
+
+    Read slice by slice where the files hold the model's own names; older or per-expert names need transformers' reader, on rank 0.
+    """
+    empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if any(".base_layer." in name for name in empty):
+        raise ConfigError("memory_efficient_init fills the base model before an adapter is added: add the adapter afterwards")
+    files = weight_files(folder)
+    if all(name in files for name in empty):
+        fill_from_files(model, files, device)
+    else:
+        fill_from_rank_0(model, folder, device)
 
 
 def fill_from_files(model: PreTrainedModel, files: Mapping[str, Path], device: torch.device) -> None:
@@ -67,12 +77,25 @@ def fill_from_files(model: PreTrainedModel, files: Mapping[str, Path], device: t
     _fill(model, read, device)
 
 
-def fill_from_rank_0(model: PreTrainedModel, whole: Mapping[str, torch.Tensor] | None, device: torch.device) -> None:
-    """Gives every empty parameter its slice of what rank 0 has (`whole` is None elsewhere), one tensor at a time. Collective."""
+def fill_from_rank_0(model: PreTrainedModel, folder: str | Path, device: torch.device) -> None:
+    """Rank 0 reads the whole model, in any form that transformers knows, and sends one tensor at a time. Collective.
+
+    What rank 0 raises is raised on every rank.
+    """
+    whole: dict[str, torch.Tensor] = {}
+    errors: list[Exception | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            whole = {name: parameter.detach() for name, parameter in load_base(folder, torch.device("cpu")).named_parameters()}
+        except (OSError, TwinkleError) as error:
+            errors = [error]
+    dist.broadcast_object_list(errors, src=0)
+    if errors[0] is not None:
+        raise errors[0]
 
     def receive(name: str, parameter: torch.Tensor) -> torch.Tensor:
         buffer = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-        if whole is not None:
+        if whole:
             buffer.copy_(whole[name])
         dist.broadcast(buffer, src=0)
         return buffer[local_slices(parameter)].clone()
