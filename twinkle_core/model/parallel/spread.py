@@ -118,7 +118,7 @@ class Spread:
             ring.check_supported(config)
 
     def gradients(self, parameters: Mapping[str, torch.nn.Parameter]) -> ShardedGradients:
-        return ShardedGradients(parameters.values(), None)
+        return ShardedGradients(parameters.values(), sum_plain=self._layout.size("tp") == 1)
 
     def gather(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return gather_whole(tensors, keep=self._rank == 0)
