@@ -160,7 +160,7 @@ def test_a_step_without_any_supervised_token_is_refused(folders: dict[str, Path]
 def break_weights(model: TransformersModel, value: float) -> None:
     worker = model._group._worker
     with torch.no_grad():
-        next(iter(worker.trainable.values())).fill_(value)
+        next(iter(worker.state().parameters.values())).fill_(value)
 
 
 def test_a_loss_that_is_not_finite_names_the_step_and_the_micro_batch(folders: dict[str, Path]):
@@ -176,7 +176,7 @@ def test_a_loss_that_is_not_finite_names_the_step_and_the_micro_batch(folders: d
 def test_a_gradient_that_is_not_finite_names_the_step_and_changes_no_weight(folders: dict[str, Path]):
     model = build(folders["llama"])
     model.forward_backward(batch(2))
-    model._group._worker._gradients.flat[3] = float("inf")
+    model._group._worker.state().gradients.flat[3] = float("inf")
     before = model.get_state_dict()
     with pytest.raises(TrainingError, match="gradient norm is inf at optimizer step 1"):
         model.clip_grad_and_step()
@@ -235,7 +235,7 @@ def test_the_norm_is_clipped_to_and_the_rate_follows_optimizer_steps(folders: di
         for _ in range(3):
             model.forward_backward(batch(1))
         rates.append(model.get_lr())
-        flat = model._group._worker._gradients.flat
+        flat = model._group._worker.state().gradients.flat
         expected = flat.norm().item() / (3 * batch(1)[0].num_loss_tokens)
         assert model.clip_grad_and_step(max_grad_norm=1e-3) == pytest.approx(expected, rel=1e-5) and expected > 1e-3
         assert flat.norm() == 0
@@ -272,11 +272,21 @@ def test_wrong_use_is_refused_with_what_to_do(folders: dict[str, Path], tmp_path
     with pytest.raises(ConfigError, match="tied embeddings"):
         model.add_adapter_to_model("default", LoraConfig(target_modules=("lm_head", "q_proj")))
     model.add_adapter_to_model("default", LORA)
-    with pytest.raises(ConfigError, match="optimizer is 'Adam'; known: AdamW"):
-        model.set_optimizer("Adam", lr=1.0)
+    with pytest.raises(ConfigError, match="optimizer is 'Adams'; known: ASGD, .*AdamW"):
+        model.set_optimizer("Adams", lr=1.0)
+    with pytest.raises(ConfigError, match="AdamW has no argument beta; known: lr, betas"):
+        model.set_optimizer(lr=1.0, beta=0.9)
+    with pytest.raises(ConfigError, match="AdamW needs lr"):
+        model.set_optimizer()
+    with pytest.raises(ConfigError, match="optimizer is 'LBFGS' .it needs the loss several times"):
+        model.set_optimizer("LBFGS", lr=1.0)
     model.set_optimizer(lr=1.0)
-    with pytest.raises(ConfigError, match="add one adapter, and before"):
-        model.add_adapter_to_model("second", LORA)
+    with pytest.raises(ConfigError, match="adapter 'default' is there already"):
+        model.add_adapter_to_model("default", LORA)
+    full = TransformersModel(folders["qwen2"])
+    full.set_optimizer(lr=1.0)
+    with pytest.raises(ConfigError, match="add adapters before set_optimizer"):
+        full.add_adapter_to_model("late", LORA)
     with pytest.raises(ConfigError, match="micro_batch_size is 0"):
         model.forward_backward(batch(1), micro_batch_size=0)
     with pytest.raises(ConfigError, match="no rows"):

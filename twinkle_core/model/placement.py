@@ -13,10 +13,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from twinkle_core.errors import ConfigError
 from twinkle_core.model.gradients import GradientBucket
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from twinkle_core.model.spec import ModelSpec
+
+
+SPLIT = ("fsdp", "tp", "pp", "ulysses", "cp", "ep", "ep_fsdp")
+"""Dimensions of a mesh along which ranks do not hold the same whole model, or not the same whole rows."""
 
 
 class Gradients(Protocol):
@@ -119,3 +126,17 @@ class Replicated:
 
     def own_part(self, loss_sum: float) -> float:
         return loss_sum
+
+
+def open_placement(rank: int, world_size: int, device: torch.device, spec: ModelSpec) -> Placement:
+    """What the mesh asks for. Raises `ConfigError` for a form that is not there."""
+    mesh = spec.device_mesh
+    if mesh is not None and mesh.world_size != world_size:
+        raise ConfigError(f"device_mesh is of {mesh.world_size} ranks, but the group has {world_size} workers")
+    split = {} if mesh is None else {name: size for name in SPLIT if (size := getattr(mesh, f"{name}_world_size", None) or 1) > 1}
+    if not split:
+        if spec.fsdp_config or spec.memory_efficient_init:
+            raise ConfigError("fsdp_config and memory_efficient_init are for a device_mesh with fsdp_size > 1")
+        return Replicated(rank, world_size)
+    asked = ", ".join(f"{name}={size}" for name, size in split.items())
+    raise ConfigError(f"device_mesh asks for {asked}; known: dp")
