@@ -18,6 +18,7 @@ from twinkle_core.errors import ConfigError, DataError, TrainingError
 from twinkle_core.model.checkpoint_files import ADAPTER_CONFIG_FILE, ADAPTER_FILE, read_json, read_tensors
 
 EMBEDDINGS = ("lm_head", "embed_tokens")
+_PREFIX = "lora_"
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -38,8 +39,10 @@ class Adapter:
 
         `beside` is an adapter that the model has already.
         """
-        if not _NAME.fullmatch(name):
-            raise ConfigError(f"adapter name {name!r}: letters, digits, '-' and '_' are taken")
+        if not _NAME.fullmatch(name) or name in _PREFIX:
+            raise ConfigError(
+                f"adapter name {name!r}: letters, digits, '-' and '_' are taken, and no part of {_PREFIX!r} (peft mistakes it)"
+            )
         self.name = name
         self.is_trainable = is_trainable
         settings = as_peft(config)
@@ -103,9 +106,7 @@ class Adapter:
     def _refuse_tied_head(self, model: PreTrainedModel) -> None:
         touched = sorted({part for name in self._names for part in name.split(".") if part in EMBEDDINGS})
         if touched and model.config.tie_word_embeddings:
-            raise ConfigError(
-                f"the adapter changes {touched}, which share one matrix in this model (tied embeddings): merging would change both"
-            )
+            raise ConfigError(f"the adapter changes {touched}, which share one matrix here (tied embeddings): merging would change both")
 
 
 def read_adapter(folder: str | Path) -> tuple[peft.LoraConfig, dict[str, torch.Tensor]]:
@@ -160,7 +161,7 @@ def _refuse_tied(model: PreTrainedModel, settings: peft.LoraConfig) -> None:
     listed = [name for name in named if name.rsplit(".", 1)[-1] in EMBEDDINGS]
     if listed and model.config.tie_word_embeddings:
         raise ConfigError(
-            f"target_modules or modules_to_save {sorted(listed)} share one matrix in this model (tied embeddings): merging would change both"
+            f"target_modules or modules_to_save {sorted(listed)} share one matrix here (tied embeddings): merging would change both"
         )
 
 

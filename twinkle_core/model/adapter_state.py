@@ -41,6 +41,8 @@ class AdapterState:
         self.gradients: Gradients | None = None
         self.step = 0
         self.schedule_step = 0
+        self.stepped = False
+        """A step was taken since the schedule last moved."""
         self.clipping = (1.0, 2.0)
         """Largest norm and its type, as last asked for: a short last window is clipped alike."""
         self.start_window()
@@ -59,7 +61,6 @@ class AdapterState:
         self.num_calls = 0
         self.num_micro_batches = 0
         self.normalised: float | None = None
-        self.stepped = False
 
     def set_optimizer(self, optimizer_cls: Any, arguments: Mapping[str, Any]) -> None:
         if self.adapter is not None and not self.adapter.is_trainable:
@@ -93,7 +94,7 @@ class AdapterState:
         return self.num_calls >= (accumulation or self.accumulation)
 
     def clip(self, max_norm: float, norm_type: float) -> float:
-        """Collective. The window's gradient, divided by the weight of its tokens and scaled down to `max_norm`; gives the norm in between."""
+        """Collective. Divides the window's gradient by its tokens' weight and scales it down to `max_norm`; gives the norm in between."""
         _, gradients = self.ready()
         if self.normalised is not None:
             raise ConfigError("the gradient of this window was divided and clipped already: step, or zero_grad")
@@ -174,5 +175,6 @@ class AdapterState:
     def load_progress(self, saved: Mapping[str, Any]) -> None:
         self.step = int(saved["cur_step"])
         self.schedule_step = int(saved.get("schedule_step", self.step))
+        self.stepped = False
         if self.scaler is not None and "grad_scaler" in saved:
             self.scaler.load(saved["grad_scaler"])

@@ -189,7 +189,9 @@ class CheckpointWorker:
             raise ConfigError(f"checkpoint folder {folder} does not exist on the machine of worker 0")
         api = HfApi(token=token)
         api.create_repo(repository, exist_ok=True)
-        self._upload = api.upload_folder(repo_id=repository, folder_path=folder, run_as_future=in_background)
+        self._upload = api.run_as_future(api.upload_folder, repo_id=repository, folder_path=folder)
+        if not in_background:
+            self.wait_for_upload()
 
     def wait_for_upload(self) -> None:
         """Raises what the last upload raised."""

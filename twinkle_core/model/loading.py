@@ -72,7 +72,7 @@ def _existing(folder: Path | None) -> Path:
 
 
 def _config_of(folder: Path) -> PreTrainedConfig:
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     refuse_quantized(config, folder)
     return config
 

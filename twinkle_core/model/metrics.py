@@ -34,7 +34,7 @@ class AdapterMetrics:
     def calculate(self, is_training: bool, facts: Mapping[str, float]) -> dict[str, float]:
         """`facts` are numbers of the moment, of the workers."""
         sums = self._train if is_training else self._evaluation
-        numbers = sums.numbers() | facts
+        numbers = {**sums.numbers(), **facts}
         if is_training and self._norm is not None:
             numbers["grad_norm"] = self._norm
         sums.reset()

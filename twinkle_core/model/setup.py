@@ -77,7 +77,7 @@ class ModelSetup:
         adapter_name: str | None = None,
         **settings: Any,
     ) -> None:
-        """What encodes raw trajectories that are handed to `forward` and its like. `model_id` names the tokenizer; the model's own if None."""
+        """What encodes raw trajectories that are handed to `forward` and its like. `model_id` None: the model's own tokenizer."""
         from twinkle_core.dataset.template import build_template
 
         if model_id is None and isinstance(template_cls, (str, type)):
