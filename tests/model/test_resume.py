@@ -81,7 +81,9 @@ def train(model: TransformersModel, form: Form, start: int, stop: int) -> list[s
     for turn in range(start, stop):
         for place, name in enumerate(form.adapters or ("",)):
             loss = model.forward_backward(batch(3, seed=turn + 40 * place), micro_batch_size=2, adapter_name=name).loss
-            lines.append(repr((loss, model.get_lr(adapter_name=name), model.clip_grad_and_step(adapter_name=name))))  # NaN equals itself here
+            lines.append(
+                repr((loss, model.get_lr(adapter_name=name), model.clip_grad_and_step(adapter_name=name)))
+            )  # NaN equals itself here
     return lines
 
 
