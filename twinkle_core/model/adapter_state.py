@@ -11,7 +11,7 @@ import torch
 from twinkle_core.errors import ConfigError, TrainingError
 from twinkle_core.model.adapter import Adapter
 from twinkle_core.model.grad_scaler import LossScaler
-from twinkle_core.model.optimizer import Optimizer, Schedule, schedule_settings
+from twinkle_core.model.optimizer import Optimizer, Schedule
 from twinkle_core.model.placement import Gradients, Placement
 from twinkle_core.processor.base import InputProcessor
 from twinkle_core.types import IGNORE
@@ -143,29 +143,34 @@ class AdapterState:
         self.take_step(*self.clipping)
         return None
 
-    def advance_schedule(self) -> None:
+    def advance_schedule(self, metric: float | None = None) -> None:
         """Moves the rate on, if a step was taken since it last moved."""
         if self.stepped:
+            if self.schedule is not None:
+                self.schedule.observe(metric)
             self.schedule_step += 1
             self.stepped = False
 
     def _check_schedule(self) -> None:
-        if self.schedule is not None and self.schedule_step >= self.schedule.num_training_steps:
+        if self.schedule is not None and self.schedule_is_over:
             raise TrainingError(
                 f"optimizer step {self.step + 1} is past the schedule's num_training_steps={self.schedule.num_training_steps}"
             )
 
     @property
     def schedule_is_over(self) -> bool:
-        return self.schedule is not None and self.schedule_step >= self.schedule.num_training_steps
+        end = self.schedule.num_training_steps if self.schedule is not None else None
+        return end is not None and self.schedule_step >= end
 
     def settings(self) -> dict[str, Any]:
-        return {"optimizer": self.ready()[0].settings, "scheduler": schedule_settings(self.schedule)}
+        return {"optimizer": self.ready()[0].settings, "scheduler": self.schedule.settings if self.schedule is not None else None}
 
     def progress(self) -> dict[str, Any]:
         """What a checkpoint holds besides tensors."""
         optimizer, _ = self.ready()
         more: dict[str, Any] = {"schedule_step": self.schedule_step} if self.schedule_step != self.step else {}
+        if self.schedule is not None and (scheduler_state := self.schedule.state) is not None:
+            more["scheduler_state"] = scheduler_state
         if self.scaler is not None:
             more["grad_scaler"] = self.scaler.state()
         if (plain := optimizer.plain_state()) is not None:
@@ -176,5 +181,7 @@ class AdapterState:
         self.step = int(saved["cur_step"])
         self.schedule_step = int(saved.get("schedule_step", self.step))
         self.stepped = False
+        if self.schedule is not None:
+            self.schedule.load(saved.get("scheduler_state"))
         if self.scaler is not None and "grad_scaler" in saved:
             self.scaler.load(saved["grad_scaler"])

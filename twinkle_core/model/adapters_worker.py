@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from twinkle_core.model.forward import Forward, compute_type
 from twinkle_core.model.grad_scaler import LossScaler
 from twinkle_core.model.loading import load_model
 from twinkle_core.model.losses import LossFunction, needs_of
-from twinkle_core.model.optimizer import build_schedule
+from twinkle_core.model.optimizer import Schedule
 from twinkle_core.model.placement import open_placement
 from twinkle_core.model.seeding import derive_seed
 from twinkle_core.model.spec import ModelSpec
@@ -24,20 +25,23 @@ if TYPE_CHECKING:
     import peft
 
     from twinkle_core.config import LoraConfig
+    from twinkle_core.device_mesh import DeviceMesh
 
 
 class AdaptersWorker(CheckpointWorker):
     """The part of a worker that is set up. `adapter_name` None or '' stands for the only adapter, or for all parameters."""
 
-    def __init__(self, *, rank: int, world_size: int) -> None:
+    def __init__(self, *, rank: int, world_size: int, device_mesh: DeviceMesh | None = None) -> None:
         super().__init__(rank, world_size)
+        self._device_mesh = device_mesh
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
     def load(self, spec: ModelSpec) -> tuple[int, int]:
         """Starts anew: whatever was loaded before is dropped. Gives the data rank and the number of data ranks."""
         self._precision = spec.mixed_precision or ("bf16" if self.device.type == "cuda" else "no")
         compute_type(self._precision, self.device)
-        self.placement = open_placement(self.rank, self.world_size, self.device, spec)
+        spec = replace(spec, device_mesh=spec.device_mesh or self._device_mesh)
+        self.placement = open_placement(self.rank, self.world_size, self.device, spec, self._precision)
         self._spec = spec
         self._seed = spec.seed
         self._placed = False
@@ -109,7 +113,8 @@ class AdaptersWorker(CheckpointWorker):
         self._activated(adapter_name).set_optimizer(optimizer_cls, arguments)
 
     def set_lr_scheduler(self, scheduler_cls: Any, arguments: Mapping[str, Any], adapter_name: str | None) -> None:
-        self.state(adapter_name).schedule = build_schedule(scheduler_cls, arguments)
+        state = self.state(adapter_name)
+        state.schedule = Schedule(scheduler_cls, arguments, lr=state.ready()[0].base_lr)
 
     def set_loss(self, loss: LossFunction, adapter_name: str | None) -> None:
         needs_of(loss)

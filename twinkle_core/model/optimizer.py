@@ -4,29 +4,49 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from twinkle_core.errors import ConfigError, DataError
 from twinkle_core.model.placement import Placement
-from twinkle_core.scheduler import lr_factor
+from twinkle_core.scheduler import SCHEDULERS, MetricSchedule, build_schedule
 
 STATE_NAMES = ("step", "exp_avg", "exp_avg_sq")
 NOT_TAKEN = {"LBFGS": "it needs the loss several times a step", "SparseAdam": "gradients here are dense"}
 
 
-@dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Learning rate over optimizer steps."""
+    """A schedule of `twinkle_core.scheduler`, with the settings that it was built of, and its end where it has one."""
 
-    name: str
-    num_training_steps: int
-    num_warmup_steps: int
+    def __init__(self, scheduler_cls: Any, arguments: Mapping[str, Any], *, lr: float) -> None:
+        is_ours = isinstance(scheduler_cls, str) and scheduler_cls in SCHEDULERS
+        given = {**({"num_warmup_steps": 0} if is_ours else {}), **arguments}
+        self._schedule = build_schedule(scheduler_cls, given, lr=lr)
+        name = scheduler_cls if isinstance(scheduler_cls, str) else getattr(scheduler_cls, "__qualname__", type(scheduler_cls).__name__)
+        self.settings: dict[str, Any] = {"name": name, **given}
+        self.num_training_steps: int | None = given["num_training_steps"] if is_ours else None
 
     def factor(self, step: int) -> float:
-        return lr_factor(self.name, step, self.num_training_steps, self.num_warmup_steps)
+        return self._schedule.factor(step)
+
+    def observe(self, metric: float | None) -> None:
+        """For schedules that follow a metric."""
+        if isinstance(self._schedule, MetricSchedule):
+            if metric is None:
+                raise ConfigError(f"scheduler {self.settings['name']} follows a metric: call lr_step(metric=…) yourself, after step")
+            self._schedule.observe(metric)
+        elif metric is not None:
+            raise ConfigError(f"scheduler {self.settings['name']} follows the steps, not a metric")
+
+    @property
+    def state(self) -> dict[str, Any] | None:
+        """What the step does not say."""
+        return self._schedule.state() if isinstance(self._schedule, MetricSchedule) else None
+
+    def load(self, state: Mapping[str, Any] | None) -> None:
+        if isinstance(self._schedule, MetricSchedule) and state is not None:
+            self._schedule.load_state(state)
 
 
 class Optimizer:
@@ -146,22 +166,6 @@ def optimizer_class(optimizer_cls: Any) -> tuple[Callable[..., torch.optim.Optim
     return optimizer_cls, "AdamW" if optimizer_cls is torch.optim.AdamW else getattr(
         optimizer_cls, "__qualname__", type(optimizer_cls).__name__
     )
-
-
-def build_schedule(scheduler_cls: Any, arguments: Mapping[str, Any]) -> Schedule:
-    """Raises `ConfigError` for an unknown name or argument."""
-    unknown = sorted(arguments.keys() - {"num_training_steps", "num_warmup_steps"})
-    if unknown or "num_training_steps" not in arguments:
-        raise ConfigError(
-            f"scheduler {scheduler_cls}: {', '.join(unknown) or 'num_training_steps'}; it takes num_training_steps, num_warmup_steps"
-        )
-    schedule = Schedule(name=scheduler_cls, **{"num_warmup_steps": 0, **arguments})
-    schedule.factor(0)
-    return schedule
-
-
-def schedule_settings(schedule: Schedule | None) -> dict[str, Any] | None:
-    return asdict(schedule) if schedule else None
 
 
 def _check_arguments(build: Callable[..., Any], name: str, given: Mapping[str, Any]) -> None:

@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from twinkle_core.model.spec import ModelSpec
 
 
-SPLIT = ("fsdp", "tp", "pp", "ulysses", "cp", "ep", "ep_fsdp")
-"""Dimensions of a mesh along which ranks do not hold the same whole model, or not the same whole rows."""
-
-
 class Gradients(Protocol):
     """The gradients of one set of trained parameters. They are sums of token losses until `normalise_and_clip` divides, once.
 
@@ -128,15 +124,20 @@ class Replicated:
         return loss_sum
 
 
-def open_placement(rank: int, world_size: int, device: torch.device, spec: ModelSpec) -> Placement:
-    """What the mesh asks for. Raises `ConfigError` for a form that is not there."""
-    mesh = spec.device_mesh
-    if mesh is not None and mesh.world_size != world_size:
-        raise ConfigError(f"device_mesh is of {mesh.world_size} ranks, but the group has {world_size} workers")
-    split = {} if mesh is None else {name: size for name in SPLIT if (size := getattr(mesh, f"{name}_world_size", None) or 1) > 1}
-    if not split:
+def open_placement(rank: int, world_size: int, device: torch.device, spec: ModelSpec, mixed_precision: str) -> Placement:
+    """What the mesh asks for. Collective. Raises `ConfigError` for a mesh that does not fit the group, and for a form that is not there."""
+    if spec.device_mesh is None:
         if spec.fsdp_config or spec.memory_efficient_init:
-            raise ConfigError("fsdp_config and memory_efficient_init are for a device_mesh with fsdp_size > 1")
+            raise ConfigError("fsdp_config and memory_efficient_init are for a device_mesh with fsdp_size above 1")
         return Replicated(rank, world_size)
-    asked = ", ".join(f"{name}={size}" for name, size in split.items())
-    raise ConfigError(f"device_mesh asks for {asked}; known: dp")
+    from twinkle_core.model.parallel.spread import placement_for
+
+    return placement_for(
+        rank,
+        world_size,
+        device,
+        device_mesh=spec.device_mesh,
+        fsdp_config=spec.fsdp_config,
+        mixed_precision=mixed_precision,
+        memory_efficient_init=spec.memory_efficient_init,
+    )

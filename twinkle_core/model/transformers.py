@@ -180,9 +180,9 @@ class TransformersModel(ModelSetup, ModelSaving):
         """Starts the next accumulation window, if this one is full."""
         self._group.call("zero_grad", gradient_accumulation_steps, adapter_name)
 
-    def lr_step(self, *, adapter_name: str | None = None) -> None:
-        """Moves the schedule on by one, if the optimizer took a step since it last moved."""
-        self._group.call("lr_step", adapter_name)
+    def lr_step(self, *, metric: float | None = None, adapter_name: str | None = None) -> None:
+        """Moves the schedule on by one, if the optimizer took a step since it last moved; `metric` is for schedules that follow one."""
+        self._group.call("lr_step", metric, adapter_name)
 
     def clip_grad_and_step(
         self,

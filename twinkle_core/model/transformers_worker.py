@@ -167,8 +167,8 @@ class TransformersWorker(AdaptersWorker):
         if state.num_calls >= (accumulation or state.accumulation):
             state.start_window()
 
-    def lr_step(self, adapter_name: str | None) -> None:
-        self.state(adapter_name).advance_schedule()
+    def lr_step(self, metric: float | None, adapter_name: str | None) -> None:
+        self.state(adapter_name).advance_schedule(metric)
 
     def clip_grad_and_step(self, max_norm: float, norm_type: float, accumulation: int | None, adapter_name: str | None) -> float | None:
         """Norm before clipping; None while the window is not full."""
