@@ -21,6 +21,7 @@ OPEN_ARGUMENTS: dict[str, str] = {
     "twinkle_core/kernel/packed_attention.py packed_attention": "transformers calls attention functions with what it likes",
     "twinkle_core/model/transformers.py __init__": "settings of the model's transformers configuration",
     "twinkle_core/model/transformers.py forward_backward": "inputs of the loss, of a closed list of names",
+    "twinkle_core/model/transformers.py forward_only": "inputs of metrics, of a closed list of names",
     "twinkle_core/model/transformers.py calculate_loss": "inputs of the loss, of a closed list of names",
     "twinkle_core/model/setup.py set_optimizer": "the optimizer's class",
     "twinkle_core/model/setup.py set_lr_scheduler": "the schedule",

@@ -238,6 +238,32 @@ def test_metrics_are_numbers_over_the_calls_since_the_last_time(folder: Path) ->
     assert rated["loss"] == pytest.approx(sum(a["loss_sum"] for a in answers) / sum(a["num_loss_tokens"] for a in answers))
 
 
+def test_a_users_metrics_see_every_micro_batch_and_the_steps(folder: Path) -> None:
+    model = build(folder)
+    model.add_metric("Accuracy", is_training=None)
+    model.add_metric("TrainMetric")
+    rows = batch(4)
+    answers = model.forward_only(rows)
+    share = sum(answer["num_correct"] for answer in answers) / sum(answer["num_loss_tokens"] for answer in answers)
+    [name] = [key for key in model.calculate_metric(is_training=False) if "accuracy" in key]
+    model.forward_only(rows[:1])
+    model.forward_only(rows[1:], micro_batch_size=2)
+    assert model.calculate_metric(is_training=False)[name] == pytest.approx(share)
+    assert name not in model.calculate_metric(is_training=False), "nothing was seen since"
+    model.forward_backward(rows, micro_batch_size=3)
+    norm = model.clip_grad_and_step()
+    found = model.calculate_metric(is_training=True)
+    assert found[name] == pytest.approx(share), "it has seen the model before the step"
+    assert found["step"] == 1 and found["grad_norm"] == norm and found["total_seconds"] > 0
+    plain = build(folder)
+    plain.forward_backward(rows, micro_batch_size=3)
+    assert plain.clip_grad_and_step() == norm, "looking changes nothing"
+    with pytest.raises(ConfigError, match="CompletionRewardMetric is not fed by the model"):
+        model.add_metric("CompletionRewardMetric")
+    with pytest.raises(ConfigError, match="metric is 'Acc'; known: LossMetric"):
+        model.add_metric("Acc")
+
+
 def test_the_settings_can_be_read(folder: Path) -> None:
     model = TransformersModel(folder)
     model.add_adapter_to_model("default", peft.LoraConfig(r=8, lora_alpha=32, target_modules="all-linear"), gradient_accumulation_steps=2)

@@ -33,6 +33,8 @@ class AdapterState:
         self.accumulation = accumulation
         self.processor: Any = InputProcessor()
         self.loss: Any = None
+        self.metrics: dict[bool, list[Any]] = {True: [], False: []}
+        """Of training calls, and of `forward_only`."""
         self._placement = placement
         self.set_parameters(parameters)
         self.optimizer: Optimizer | None = None

@@ -151,6 +151,17 @@ class AdaptersWorker(CheckpointWorker):
             {"num_skipped_steps": state.scaler.num_skipped, "loss_scale": state.scaler.scale} if state.scaler is not None else {}
         )
 
+    def add_metric(self, metric: Any, is_training: bool, adapter_name: str | None) -> None:
+        self.state(adapter_name).metrics[is_training].append(metric)
+
+    def metric_sums(self, is_training: bool, adapter_name: str | None) -> list[dict[str, float]]:
+        """Of each metric, since the last time."""
+        metrics = self.state(adapter_name).metrics[is_training]
+        sums = [metric.sums() for metric in metrics]
+        for metric in metrics:
+            metric.reset()
+        return sums
+
     def get_train_configs(self, adapter_name: str | None) -> dict[str, Any]:
         state = self.state(adapter_name)
         return {

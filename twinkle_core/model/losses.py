@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,17 +40,30 @@ def needs_of(loss: LossFunction | None) -> frozenset[str]:
     return needs
 
 
-def loss_of(loss: LossFunction | None, answer: Answer, micro_batch: MicroBatch, forward: Forward) -> Part:
-    """The loss of rows whose answer was computed. Without a loss: the sum of the (weighted) token losses, over their weight."""
+def loss_of(loss: LossFunction | None, answer: Answer, micro_batch: MicroBatch, forward: Forward, metrics: Sequence[Any] = ()) -> Part:
+    """The loss of rows whose answer was computed. Without a loss: the sum of the (weighted) token losses, over their weight.
+
+    Each of `metrics` (of kind 'forward', see `twinkle_core.metric.base`) is shown what the loss was made of.
+    """
     rows = micro_batch.rows
     num_loss_tokens = sum(row.num_loss_tokens for row in rows)
     is_empty = answer.logits is None and answer.hidden is None and answer.embeddings is None
-    if loss is None or micro_batch.is_filler or (num_loss_tokens == 0 and answer.embeddings is None):
+    is_plain = loss is None or micro_batch.is_filler or (num_loss_tokens == 0 and answer.embeddings is None)
+    if is_plain and (not metrics or is_empty or num_loss_tokens == 0):
         token_loss = None if is_empty else _plain_loss(answer)
         return Part(loss=token_loss, num_loss_tokens=num_loss_tokens, weight=math.fsum(row.loss_weight for row in rows))
-    output = loss(_inputs(answer, micro_batch, forward.device), _outputs(loss, answer, forward))
+    if len(answer.labels) != num_loss_tokens:
+        raise ConfigError("the mesh cuts rows over ranks: only the plain cross-entropy, without metrics of its parts, is computed so")
+    inputs = _inputs(answer, micro_batch, forward.device)
+    outputs = _outputs(needs_of(loss).union(*(metric.needs for metric in metrics)), answer, forward)
+    if loss is None:
+        output = LossOutput(loss_sum=_plain_loss(answer), weight=math.fsum(row.loss_weight for row in rows))
+    else:
+        output = loss(inputs, outputs)
     if not isinstance(output, LossOutput):
         raise ConfigError(f"the loss {loss!r} gave a {type(output).__name__}; a loss gives LossOutput(loss_sum=…, weight=…)")
+    for metric in metrics:
+        metric.accumulate(inputs, outputs, output)
     return Part(loss=output.loss_sum, num_loss_tokens=num_loss_tokens, weight=float(output.weight))
 
 
@@ -75,11 +88,10 @@ def _joined(values: Sequence[Any]) -> torch.Tensor:
     return torch.from_numpy(joined if joined.dtype.kind in "iu" else joined.astype(np.float32))
 
 
-def _outputs(loss: LossFunction, answer: Answer, forward: Forward) -> ModelOutputs:
-    needs = needs_of(loss)
-    if "hidden" in needs:
+def _outputs(needs: Collection[str], answer: Answer, forward: Forward) -> ModelOutputs:
+    if answer.hidden is not None:
         return ModelOutputs(hidden=answer.hidden, head_weight=forward.head_weight())
-    if "embeddings" in needs or answer.logits is None:
+    if answer.logits is None:
         return ModelOutputs(embeddings=answer.embeddings)
     return ModelOutputs(
         log_probs=token_log_probs(answer.logits, answer.labels) if "log_probs" in needs else None,

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from twinkle_core.types import StepOutput
 
+if TYPE_CHECKING:
+    from twinkle_core.metric import Metric
+
 
 class AdapterMetrics:
-    """Of the calls since the last `calculate`: mean loss a token, last gradient norm, rate, step and speed; the same for `forward_only`."""
+    """Of the calls since the last `calculate`: mean loss a token, last gradient norm, rate, step and speed; the same for `forward_only`.
+
+    `added` are the user's, by whether they are of training: those of kind 'step' live here, those of kind 'forward' on the workers.
+    """
 
     def __init__(self) -> None:
         self._train = _Sums()
         self._evaluation = _Sums()
         self._norm: float | None = None
-
-    def add(self, metric_cls: Any, is_training: bool | None, arguments: Mapping[str, Any]) -> None:
-        raise NotImplementedError
+        self.added: dict[bool, list[Metric]] = {True: [], False: []}
+        self.of_steps: list[Metric] = []
 
     def trained(self, output: StepOutput) -> None:
         self._train.add(output.loss_sum, output.loss_weight, output.num_loss_tokens)
@@ -31,13 +36,27 @@ class AdapterMetrics:
             if "loss_sum" in row:
                 self._evaluation.add(row["loss_sum"], float(row["num_loss_tokens"]), row["num_loss_tokens"])
 
-    def calculate(self, is_training: bool, facts: Mapping[str, float]) -> dict[str, float]:
-        """`facts` are numbers of the moment, of the workers."""
+    def stepped(self, facts: Mapping[str, float], norm: float) -> None:
+        """After an optimizer step."""
+        for metric in self.of_steps:
+            observe: Any = metric
+            observe.accumulate(step=int(facts["step"]), lr=facts["lr"], grad_norm=norm)
+
+    def calculate(
+        self, is_training: bool, facts: Mapping[str, float], sums_by_rank: Sequence[Sequence[Mapping[str, float]]]
+    ) -> dict[str, float]:
+        """`facts` are numbers of the moment, `sums_by_rank` those of each metric that lives on the workers."""
         sums = self._train if is_training else self._evaluation
         numbers = {**sums.numbers(), **facts}
         if is_training and self._norm is not None:
             numbers["grad_norm"] = self._norm
         sums.reset()
+        for place, metric in enumerate(self.added[is_training]):
+            for rank in sums_by_rank:
+                metric.merge(rank[place])
+            numbers |= metric.calculate()
+        for metric in self.of_steps if is_training else ():
+            numbers |= metric.calculate()
         return numbers
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,7 +117,18 @@ class ModelSetup:
 
         `is_training` True: over training calls; False: over `forward_only`; None: over both, apart.
         """
-        self._metrics_of(adapter_name).add(metric_cls, is_training, arguments)
+        from twinkle_core.metric import build_metric
+
+        metric = build_metric(metric_cls, arguments)
+        kept = self._metrics_of(adapter_name)
+        if metric.when == "step":
+            kept.of_steps.append(metric)
+        elif metric.when == "hand":
+            raise ConfigError(f"{type(metric).__name__} is not fed by the model: make one yourself and call its accumulate")
+        else:
+            for of_training in (True, False) if is_training is None else (is_training,):
+                kept.added[of_training].append(deepcopy(metric))
+                self._group.call("add_metric", deepcopy(metric), of_training, adapter_name)
 
     def apply_patch(self, patch_cls: Callable[[Any], Any] | type, **arguments: Any) -> None:
         """Changes how the model computes on every worker: a function that takes the model, or a class of such with its arguments.

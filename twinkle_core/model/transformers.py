@@ -203,6 +203,7 @@ class TransformersModel(ModelSetup, ModelSaving):
             "clip_grad_and_step", max_grad_norm, norm_type, gradient_accumulation_steps, adapter_name, collect="first"
         )
         clipped = self._clipped(norm, adapter_name)
+        self._stepped(clipped, adapter_name)
         return float("nan") if clipped is None else clipped
 
     def finish_window(self, *, adapter_name: str | None = None) -> int:
@@ -221,18 +222,20 @@ class TransformersModel(ModelSetup, ModelSaving):
         return_logps: bool = False,
         task: str = "causal_lm",
         adapter_name: str | None = None,
+        **loss_inputs: Any,
     ) -> list[dict[str, Any]]:
         """For each row, in order: `loss_sum` in nats, `num_loss_tokens`, `num_correct` (greedy next token right). No dropout.
 
         `return_logps` adds `logps` [S] and `return_logits` `logits` [S, V], float32, of the row's S supervised tokens.
         `disable_lora` gives the base model's. Task 'embedding' gives `embeddings` [D, H] in place of all, the last token's
         hidden state of each of the row's documents at length 1; 'fused_lm_ce' is Twinkle's name for what 'causal_lm' does here.
+        `loss_inputs` are for the metrics that `add_metric` added for evaluation, as in `forward_backward`.
         """
         if task not in TASKS:
             raise ConfigError(f"task is {task!r}; known: {', '.join(TASKS)}")
         wanted = {"logps": return_logps, "logits": return_logits, "embeddings": task == "embedding"}
         returned = tuple(name for name, is_wanted in wanted.items() if is_wanted)
-        micro_batches = self._cut(inputs, micro_batch_size, adapter_name, {})
+        micro_batches = self._cut(inputs, micro_batch_size, adapter_name, loss_inputs)
         parts = self._group.call(
             "forward_only", micro_batches, len(micro_batches), adapter_name, disable_lora, temperature, returned, collect="flatten"
         )
@@ -244,7 +247,9 @@ class TransformersModel(ModelSetup, ModelSaving):
     def calculate_metric(self, is_training: bool = True, *, adapter_name: str | None = None) -> dict[str, float]:
         """Numbers over the calls since the last `calculate_metric`: of training calls, or of `forward_only`."""
         facts = self._group.call("metric_facts", adapter_name, collect="first") if is_training else {}
-        return self._metrics_of(adapter_name).calculate(is_training, facts)
+        metrics = self._metrics_of(adapter_name)
+        sums = self._group.call("metric_sums", is_training, adapter_name) if metrics.added[is_training] else []
+        return metrics.calculate(is_training, facts, sums)
 
     def shutdown(self) -> None:
         """Ends the workers."""
@@ -264,6 +269,11 @@ class TransformersModel(ModelSetup, ModelSaving):
         if norm is not None:
             self._metrics_of(adapter_name).clipped(norm)
         return norm
+
+    def _stepped(self, norm: float | None, adapter_name: str | None) -> None:
+        metrics = self._metrics_of(adapter_name)
+        if norm is not None and metrics.of_steps:
+            metrics.stepped(self._group.call("metric_facts", adapter_name, collect="first"), norm)
 
 
 def _group_of(group: WorkerGroup | None, remote_group: str | None, device_mesh: Any) -> WorkerGroup:

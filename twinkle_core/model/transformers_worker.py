@@ -44,7 +44,7 @@ class TransformersWorker(AdaptersWorker):
         for index, micro_batch in self._numbered(state, micro_batches, num_micro_batches):
             with self._at(state, seed, index):
                 answer = self.forwards.answer(micro_batch.rows, state.processor, needs_of(state.loss))
-                part = loss_of(state.loss, answer, micro_batch, self.forwards)
+                part = loss_of(state.loss, answer, micro_batch, self.forwards, self._metrics(state))
                 if part.loss is not None:
                     self._backward(state, part.loss)
                     part = replace(part, loss=part.loss.detach())
@@ -77,7 +77,7 @@ class TransformersWorker(AdaptersWorker):
         pending = self._pending_of(adapter_name)
         given = {batch.position: batch for batch in inputs or ()}
         pending.parts = [
-            (index, loss_of(pending.state.loss, answer, given.get(batch.position, batch), self.forwards))
+            (index, loss_of(pending.state.loss, answer, given.get(batch.position, batch), self.forwards, self._metrics(pending.state)))
             for index, batch, answer in pending.answers
         ]
         return self._sums(pending.state, pending.parts)
@@ -94,6 +94,10 @@ class TransformersWorker(AdaptersWorker):
                 if part.loss is not None:
                     self._backward(pending.state, part.loss)
         self._close_call(pending.state, pending.parts, pending.num_micro_batches)
+
+    def _metrics(self, state: AdapterState, is_training: bool = True) -> list[Any]:
+        """Those that this rank keeps: of the ranks that share rows, one counts them."""
+        return state.metrics[is_training] if self.placement.leads else []
 
     def _pending_of(self, adapter_name: str | None) -> Pending:
         if self._pending is None or self._pending.state is not self.state(adapter_name):
@@ -201,6 +205,8 @@ class TransformersWorker(AdaptersWorker):
                 rated = []
                 for batch in self._share(micro_batches, num_micro_batches):
                     answer = self.forwards.answer(batch.rows, state.processor, needs, temperature)
+                    if self._metrics(state, False) and not needs:
+                        loss_of(None, answer, batch, self.forwards, self._metrics(state, False))
                     rated += [] if batch.is_filler else [(batch.position, ratings(answer, batch.rows, returned))]
                 return rated
         finally:
