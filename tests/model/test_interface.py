@@ -20,7 +20,10 @@ from twinkle_core.loss.base import LossInputs, LossOutput, ModelOutputs
 from twinkle_core.model import TransformersModel
 from twinkle_core.processor import InputProcessor
 
-TEMPLATE = "{% for message in messages %}<|im_start|>{{ message.role }}\n{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}\n{% endfor %}"
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}\n{% endfor %}"
+)
 LORA = LoraConfig(rank=4, alpha=8)
 
 

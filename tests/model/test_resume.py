@@ -157,9 +157,9 @@ def test_the_scale_follows_torchs_grad_scaler() -> None:
         ours.update(is_finite=is_finite)
         assert ours.scale == theirs.get_scale()
     assert ours.num_skipped == 3
+    ours.scale = 2.0**-14
     with pytest.raises(TrainingError, match="not finite at a loss scale"):
-        for _ in range(40):
-            ours.update(is_finite=False)
+        ours.update(is_finite=False)
     with pytest.raises(ConfigError, match="backoff_factor 2"):
         LossScaler(backoff_factor=2.0)
 
