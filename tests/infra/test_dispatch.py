@@ -66,6 +66,8 @@ MESH = DeviceMesh.from_sizes(pp_size=2, dp_size=2, tp_size=2)  # data ranks 0 0 
 def test_a_mesh_decides_who_shares_a_slice_and_whose_answers_count():
     shares = split_arguments((list("abc"), 7), "slice_dp", 8, MESH)
     assert shares == [(["a", "b"], 7)] * 2 + [(["c"], 7)] * 2 + [(["a", "b"], 7)] * 2 + [(["c"], 7)] * 2
+    robin = split_arguments((list("abc"),), "round_robin", 8, MESH)
+    assert robin == [(["a", "c"],)] * 2 + [(["b"],)] * 2 + [(["a", "c"],)] * 2 + [(["b"],)] * 2
     answers = [[f"{rank}"] for rank in range(8)]
     assert collect_results(answers, "flatten", MESH) == ["4", "6"]
     assert collect_results([1, 2, 4, 8, 16, 32, 64, 128], "sum", MESH) == 16 + 64

@@ -45,7 +45,8 @@ class Split:
         if len(set(lengths.values())) > 1:
             shown = ", ".join(f"{name} {length}" for name, length in lengths.items())
             raise ConfigError(
-                f"{self.what} splits its batches ({self.dispatch}), whose lengths differ: {shown}. Pass settings as tuples, or use dispatch 'all'"
+                f"{self.what} splits its batches ({self.dispatch}), whose lengths differ: {shown}. "
+                "Pass settings as tuples, or use dispatch 'all'"
             )
         total = next(iter(lengths.values()))
         parts = worker_slices(self.dispatch, total, self.num_workers, self.mesh)

@@ -2,8 +2,8 @@
 
 Example with 2 workers and the items `[a, b, c, d, e]`: `slice` gives `[a, b, c]` and `[d, e]`, `round_robin` gives
 `[a, c, e]` and `[b, d]`. `slice_dp` cuts by the data ranks of a mesh, so that tensor, context, pipeline and ulysses peers get
-the same share: on `DeviceMesh.from_sizes(dp_size=2, tp_size=2)` the four workers get `abc`, `abc`, `de`, `de`. Every item
-goes to exactly one data rank; a worker may get none, and is called all the same.
+the same share: on `DeviceMesh.from_sizes(dp_size=2, tp_size=2)` the four workers get `abc`, `abc`, `de`, `de`. `round_robin`
+goes by data ranks too where a mesh is given. Every item goes to exactly one data rank; a worker may get none, and is called all the same.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from twinkle_core.device_mesh import DeviceMesh
 from twinkle_core.errors import ConfigError
 
 Dispatch = str | Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
-"""'all', 'slice', 'round_robin', 'slice_dp', or `f(num_workers, worker, args, kwargs, device_mesh=mesh)` -> that worker's (args, kwargs)."""
+"""One of `DISPATCHES`, or `f(num_workers, worker, args, kwargs, device_mesh=mesh)`, which gives that worker's (args, kwargs)."""
 Collect = str | Callable[..., Any]
 """A name of `COLLECTS`, or `f(results)`, or `f(results, device_mesh=mesh)`: one value of the workers' answers in rank order."""
 Execute = Literal["first", "peer", "all"]
@@ -32,7 +32,9 @@ def worker_slices(dispatch: str, total: int, num_workers: int, mesh: DeviceMesh 
     if dispatch == "all":
         return [slice(None)] * num_workers
     if dispatch == "round_robin":
-        return [slice(rank, None, num_workers) for rank in range(num_workers)]
+        mesh = mesh if mesh is not None else DeviceMesh.from_sizes(dp_size=num_workers)
+        mesh = _mesh_of(mesh, num_workers, "dispatch 'round_robin'")
+        return [slice(mesh.get_data_rank_from_global_rank(rank), None, mesh.data_world_size) for rank in range(num_workers)]
     if dispatch == "slice_dp":
         mesh = _mesh_of(mesh, num_workers, "dispatch 'slice_dp'")
         return [mesh.get_slice(total, mesh.get_data_rank_from_global_rank(rank)) for rank in range(num_workers)]
@@ -63,8 +65,7 @@ def collect_results(results: Sequence[Any], collect: Collect, mesh: DeviceMesh |
     data rank, as its peers' are the same. `last_pp`: the list of the last pipeline stage's. `last_pp_first`: the first of them.
     """
     if callable(collect):
-        takes_mesh = "device_mesh" in inspect.signature(collect).parameters
-        return collect(list(results), device_mesh=mesh) if takes_mesh else collect(list(results))
+        return collect(list(results), device_mesh=mesh) if _takes_mesh(collect) else collect(list(results))
     chosen = [results[rank] for rank in collected_ranks(collect, len(results), mesh)]
     return COLLECTS[collect](chosen)
 
@@ -81,6 +82,13 @@ def collected_ranks(collect: str, num_results: int, mesh: DeviceMesh | None = No
     if collect == "none" or mesh is None or num_results != mesh.world_size:
         return list(range(num_results))
     return mesh.get_collect_ranks()
+
+
+def _takes_mesh(function: Callable[..., Any]) -> bool:
+    try:
+        return "device_mesh" in inspect.signature(function).parameters
+    except ValueError:  # built-in functions have no signature
+        return False
 
 
 def _mesh_of(mesh: DeviceMesh | None, num_workers: int, what: str) -> DeviceMesh:
