@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twinkle_core.errors import ConfigError
+from twinkle_core.infra import resolve_group
 from twinkle_core.infra.group import WorkerGroup
 from twinkle_core.model.metrics import AdapterMetrics
 from twinkle_core.model.micro_batch import MicroBatch, cut_rows
@@ -281,9 +282,7 @@ def _group_of(group: WorkerGroup | None, remote_group: str | None, device_mesh: 
         if remote_group is not None:
             raise ConfigError(f"both group and remote_group={remote_group!r} are given: give one of them")
         return group
-    from twinkle_core.infra.local_group import LocalGroup
-
-    return LocalGroup(TRANSFORMERS_WORKER)
+    return resolve_group(remote_group, device_mesh, TRANSFORMERS_WORKER)
 
 
 def _in_order(parts: Sequence[tuple[int, list[dict[str, Any]]]]) -> list[dict[str, Any]]:
