@@ -137,6 +137,38 @@ def test_two_workers_give_the_gradient_of_one_with_dropout_and_with_uneven_or_no
 
 
 @pytest.mark.slow
+def test_two_workers_answer_as_one_whatever_part_of_the_interface_is_asked(folders: dict[str, Path], two_workers: RayGroup):
+    rows = batch(5)
+
+    def ask(group: WorkerGroup | None) -> list[float]:
+        model = TransformersModel(folders["llama"], group=group, seed=3, mixed_precision="fp16", grad_scaler_config={"init_scale": 2.0**19})
+        model.add_adapter_to_model("one", LORA, gradient_accumulation_steps=2)
+        model.add_adapter_to_model("two", LORA)
+        for name in ("one", "two"):
+            model.set_optimizer("AdamW", lr=1e-3, adapter_name=name)
+            model.add_metric("Accuracy", adapter_name=name)
+        numbers: list[float] = []
+        for _ in range(14):
+            scored = model.forward(rows, micro_batch_size=2, adapter_name="one")
+            numbers += [float(answer["logps"].sum()) for answer in scored]
+            numbers.append(model.calculate_loss(adapter_name="one"))
+            model.backward(adapter_name="one")
+            norm = model.clip_grad_and_step(adapter_name="one")
+            numbers.append(norm if np.isfinite(norm) else -1.0)
+        assert 0 < model.get_step(adapter_name="one") < 7, "steps were skipped, and some taken"
+        model.set_loss("BNPOLoss", adapter_name="two")
+        old = [answer["logps"] for answer in model.forward_only(rows, return_logps=True, adapter_name="two")]
+        advantages = [np.arange(len(row.seq_lens)) - 0.5 for row in rows]
+        model.forward_backward(rows, adapter_name="two", old_logps=old, advantages=advantages)
+        numbers += [model.clip_grad_and_step(adapter_name="two")]
+        metrics = [model.calculate_metric(flag, adapter_name=name) for flag in (True, False) for name in ("one", "two")]
+        numbers += [value for found in metrics for key, value in sorted(found.items()) if "second" not in key]
+        return numbers
+
+    assert ask(two_workers) == pytest.approx(ask(None), rel=2e-3, abs=1e-4)
+
+
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_on_a_ray_worker_keeps_its_error_and_names_the_step(folders: dict[str, Path], two_workers: RayGroup):
     # The last test of the shared group: it does not survive.
     model = build(folders["llama"], group=two_workers, lr=1e30)
