@@ -157,6 +157,7 @@ def test_two_workers_answer_as_one_whatever_part_of_the_interface_is_asked(folde
             numbers.append(norm if np.isfinite(norm) else -1.0)
         assert 0 < model.get_step(adapter_name="one") < 7, "steps were skipped, and some taken"
         model.set_loss("BNPOLoss", adapter_name="two")
+        model.set_grad_scaler(init_scale=8.0, adapter_name="two")
         old = [answer["logps"] for answer in model.forward_only(rows, return_logps=True, adapter_name="two")]
         advantages = [np.arange(len(row.seq_lens)) - 0.5 for row in rows]
         model.forward_backward(rows, adapter_name="two", old_logps=old, advantages=advantages)
