@@ -1,1 +1,13 @@
-"""Components for fine-tuning, usable by hand or through the flows. Importing this package imports nothing heavy."""
+"""Components for fine-tuning, usable by hand or through the flows. Importing this package imports nothing heavy.
+
+import twinkle_core
+from twinkle_core import DeviceGroup, DeviceMesh
+
+twinkle_core.initialize(mode="local")
+"""
+
+from twinkle_core.device_mesh import DeviceGroup, DeviceMesh
+from twinkle_core.infra.runtime import initialize
+from twinkle_core.logger import get_logger
+
+__all__ = ["DeviceGroup", "DeviceMesh", "get_logger", "initialize"]

@@ -2,8 +2,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from twinkle_core.device_mesh import DeviceMesh
 from twinkle_core.errors import ConfigError
-from twinkle_core.infra.dispatch import collect_results, round_robin, split_arguments, split_slices
+from twinkle_core.infra.dispatch import collect_results, split_arguments, worker_slices
+
+
+def split_slices(items, num_workers):
+    return [items[part] for part in worker_slices("slice", len(items), num_workers)]
+
+
+def round_robin(items, num_workers):
+    return [items[part] for part in worker_slices("round_robin", len(items), num_workers)]
 
 
 def test_five_items_on_two_workers_by_hand():
@@ -49,3 +58,34 @@ def test_what_cannot_be_split_is_refused():
             split_arguments(args, "slice", 2)
     with pytest.raises(ConfigError, match="at least one worker"):
         split_slices([1], 0)
+
+
+MESH = DeviceMesh.from_sizes(pp_size=2, dp_size=2, tp_size=2)  # data ranks 0 0 1 1 | 0 0 1 1; the second four are the last stage
+
+
+def test_a_mesh_decides_who_shares_a_slice_and_whose_answers_count():
+    shares = split_arguments((list("abc"), 7), "slice_dp", 8, MESH)
+    assert shares == [(["a", "b"], 7)] * 2 + [(["c"], 7)] * 2 + [(["a", "b"], 7)] * 2 + [(["c"], 7)] * 2
+    robin = split_arguments((list("abc"),), "round_robin", 8, MESH)
+    assert robin == [(["a", "c"],)] * 2 + [(["b"],)] * 2 + [(["a", "c"],)] * 2 + [(["b"],)] * 2
+    answers = [[f"{rank}"] for rank in range(8)]
+    assert collect_results(answers, "flatten", MESH) == ["4", "6"]
+    assert collect_results([1, 2, 4, 8, 16, 32, 64, 128], "sum", MESH) == 16 + 64
+    assert collect_results([1, 2, 4, 8, 16, 32, 64, 128], "mean", MESH) == 40
+    assert collect_results(answers, "last_pp", MESH) == [["4"], ["5"], ["6"], ["7"]]
+    assert collect_results(answers, "last_pp_first", MESH) == ["4"]
+    assert collect_results(answers, "none", MESH) == answers
+    assert collect_results([1], "last_pp") == [1], "one worker is a mesh of its own"
+
+
+def test_callables_share_out_and_collect():
+    assert split_arguments(([5, 6],), lambda n, i, args, kwargs, device_mesh: ((args[0][i] * n,), {}), 2) == [(10,), (12,)]
+    assert collect_results([1, 2], max) == 2
+    assert collect_results([1, 2], lambda results, device_mesh: (sum(results), device_mesh.dp_world_size), MESH) == (3, 2)
+
+
+def test_a_mesh_of_another_size_is_refused():
+    with pytest.raises(ConfigError, match="slice_dp.* 2; the mesh given has 8"):
+        split_arguments(([1],), "slice_dp", 2, MESH)
+    with pytest.raises(ConfigError, match="last_pp.* 2; none was given"):
+        collect_results([1, 2], "last_pp")

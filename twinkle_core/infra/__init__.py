@@ -1,5 +1,6 @@
-"""Where workers run: in this process (`local_group`), or as a gang of Ray actors (`ray_group`). `dispatch` is pure."""
+"""Where workers run: in this process (`local_group`), or as a gang of Ray actors (`ray_group`). `dispatch` and `batches` are pure."""
 
-from twinkle_core.infra.group import WorkerGroup, open_group
+from twinkle_core.infra.group import WorkerGroup, open_group, resolve_group
+from twinkle_core.infra.runtime import Runtime, current_runtime, initialize
 
-__all__ = ["WorkerGroup", "open_group"]
+__all__ = ["Runtime", "WorkerGroup", "current_runtime", "initialize", "open_group", "resolve_group"]

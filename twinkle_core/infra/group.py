@@ -1,16 +1,21 @@
 """What a group of workers can do, whoever hosts them.
 
-A worker is an object of a class whose constructor takes `rank` and `world_size`, and whose methods take and return
-plain data. By the time it is built, its process has joined the torch process group (when there is more than one).
+A worker is an object of a class whose constructor takes `rank` and `world_size`, and `device_mesh` if it likes, and whose
+methods take and return plain data. By the time it is built, its process has joined the torch process group (when there is more than one).
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Any, Protocol
+import inspect
+from typing import TYPE_CHECKING, Any, Protocol
 
 from twinkle_core.config import ResourcesConfig
 from twinkle_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from twinkle_core.device_mesh import DeviceMesh
+    from twinkle_core.infra.dispatch import Collect, Dispatch
 
 
 class WorkerGroup(Protocol):
@@ -18,8 +23,8 @@ class WorkerGroup(Protocol):
 
     world_size: int
 
-    def call(self, method: str, *args: Any, dispatch: str = "all", collect: str = "none") -> Any:
-        """Calls `method` on every worker and waits for all of them. See `dispatch` for the two names.
+    def call(self, method: str, *args: Any, dispatch: Dispatch = "all", collect: Collect = "none") -> Any:
+        """Calls `method` on every worker and waits for all of them. See `dispatch` for the two.
 
         Raises what a worker raised, with its own type, or `WorkerLostError` when a worker's process died.
         """
@@ -46,6 +51,30 @@ def open_group(worker_class: str | type, resources: ResourcesConfig) -> WorkerGr
         address=resources.ray_address,
         placement_timeout_seconds=resources.placement_timeout_seconds,
     )
+
+
+def resolve_group(remote_group: str | None, device_mesh: DeviceMesh | None, worker_class: str | type) -> WorkerGroup:
+    """The workers of a component that was built with `remote_group` and `device_mesh`.
+
+    In ray mode, one on each worker of the named `DeviceGroup`. Else, or without a name, the one of this process: alone, or of its
+    rank under torchrun. `device_mesh` None stands for the global one. Raises `ConfigError` for an unknown group, and for a
+    mesh of another size than the group.
+    """
+    from twinkle_core.infra.runtime import current_runtime
+
+    return current_runtime().worker_group(remote_group, device_mesh, worker_class)
+
+
+def build_worker(worker_class: str | type, rank: int, world_size: int, mesh: DeviceMesh | None) -> Any:
+    """A worker of one rank, which is told its mesh where its constructor asks for `device_mesh`."""
+    found: Any = load_class(worker_class)
+    if "device_mesh" not in inspect.signature(found).parameters:
+        return found(rank=rank, world_size=world_size)
+    return found(rank=rank, world_size=world_size, device_mesh=None if mesh is None else mesh.at_rank(rank))
+
+
+def class_name(worker_class: str | type) -> str:
+    return worker_class.__name__ if isinstance(worker_class, type) else worker_class.rpartition(":")[2]
 
 
 def load_class(worker_class: str | type) -> type:

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from twinkle_core.infra.dispatch import collect_results, split_arguments
-from twinkle_core.infra.group import load_class
+from twinkle_core.device_mesh import DeviceMesh
+from twinkle_core.infra.dispatch import Collect, Dispatch, collect_results, split_arguments
+from twinkle_core.infra.group import build_worker
 
 
 class LocalGroup:
@@ -27,6 +28,7 @@ class LocalGroup:
         world_size: int = 1,
         init_method: str = "env://",
         threads: int | None = None,
+        device_mesh: DeviceMesh | None = None,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -38,13 +40,14 @@ class LocalGroup:
             from twinkle_core.infra.process_group import join
 
             join(rank, world_size, init_method=init_method)
-        self._worker: Any = load_class(worker_class)(rank=rank, world_size=world_size)
+        self._mesh = device_mesh
+        self._worker: Any = build_worker(worker_class, rank, world_size, device_mesh)
 
-    def call(self, method: str, *args: Any, dispatch: str = "all", collect: str = "none") -> Any:
-        share = split_arguments(args, dispatch, self.world_size)[self.rank]
+    def call(self, method: str, *args: Any, dispatch: Dispatch = "all", collect: Collect = "none") -> Any:
+        share = split_arguments(args, dispatch, self.world_size, self._mesh)[self.rank]
         if self.world_size == 1:
-            return collect_results([getattr(self._worker, method)(*share)], collect)
-        return collect_results(self._call_and_gather(method, share), collect)
+            return collect_results([getattr(self._worker, method)(*share)], collect, self._mesh)
+        return collect_results(self._call_and_gather(method, share), collect, self._mesh)
 
     def _call_and_gather(self, method: str, share: tuple[Any, ...]) -> Sequence[Any]:
         import torch.distributed as dist

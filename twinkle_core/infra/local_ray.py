@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 import ray
 
 from twinkle_core.infra import guardian
+from twinkle_core.infra.environment import names_to_hide
 
 OBJECT_STORE_BYTES = 200_000_000
 SYSTEM_CONFIG = {
@@ -51,6 +52,40 @@ class LocalRay:
                 with suppress(BrokenPipeError):  # somebody ended the guardian
                     os.write(write, b".")
                 os.close(write)
+
+
+class RayLink:
+    """This process's way to Ray: the Ray it already uses, the cluster at `address`, or a local one of its own."""
+
+    def __init__(self, address: str | None = None) -> None:
+        self._local: LocalRay | None = None
+        self._joined = False
+        if not ray.is_initialized():
+            if address is None or address == "local":
+                self._local = LocalRay()
+            else:
+                connect(address)
+                self._joined = True
+        self.hidden: tuple[str, ...] = () if self._joined else names_to_hide()
+        """Variables that workers inherit from this process and must not see. A cluster's nodes have their own environment."""
+
+    @property
+    def is_own(self) -> bool:
+        return self._local is not None
+
+    def close(self) -> None:
+        """Ends the Ray that was started here, or leaves the one that was joined. May be called twice."""
+        if self._joined and ray.is_initialized():
+            ray.shutdown()
+        if self._local is not None:
+            self._local.shutdown()
+        self._joined, self._local = False, None
+
+
+def log_folder() -> str | None:
+    """Where the workers of this machine log; None without Ray."""
+    node = ray._private.worker._global_node if ray.is_initialized() else None
+    return None if node is None else str(node.get_logs_dir_path())
 
 
 def connect(address: str) -> None:

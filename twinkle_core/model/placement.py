@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from twinkle_core.errors import ConfigError
 from twinkle_core.model.gradients import GradientBucket
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from twinkle_core.model.spec import ModelSpec
 
 
 class Gradients(Protocol):
@@ -119,3 +122,22 @@ class Replicated:
 
     def own_part(self, loss_sum: float) -> float:
         return loss_sum
+
+
+def open_placement(rank: int, world_size: int, device: torch.device, spec: ModelSpec, mixed_precision: str) -> Placement:
+    """What the mesh asks for. Collective. Raises `ConfigError` for a mesh that does not fit the group, and for a form that is not there."""
+    if spec.device_mesh is None:
+        if spec.fsdp_config or spec.memory_efficient_init:
+            raise ConfigError("fsdp_config and memory_efficient_init are for a device_mesh with fsdp_size above 1")
+        return Replicated(rank, world_size)
+    from twinkle_core.model.parallel.spread import placement_for
+
+    return placement_for(
+        rank,
+        world_size,
+        device,
+        device_mesh=spec.device_mesh,
+        fsdp_config=spec.fsdp_config,
+        mixed_precision=mixed_precision,
+        memory_efficient_init=spec.memory_efficient_init,
+    )
