@@ -8,5 +8,6 @@ twinkle_core.initialize(mode="local")
 
 from twinkle_core.device_mesh import DeviceGroup, DeviceMesh
 from twinkle_core.infra.runtime import initialize
+from twinkle_core.logger import get_logger
 
-__all__ = ["DeviceGroup", "DeviceMesh", "initialize"]
+__all__ = ["DeviceGroup", "DeviceMesh", "get_logger", "initialize"]

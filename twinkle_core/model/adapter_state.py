@@ -1,0 +1,189 @@
+"""What training one adapter (or all parameters) has beside the model: optimizer, schedule, scale, gradients, counters. Imports torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from twinkle_core.errors import ConfigError, TrainingError
+from twinkle_core.model.adapter import Adapter
+from twinkle_core.model.grad_scaler import LossScaler
+from twinkle_core.model.optimizer import Optimizer, Schedule
+from twinkle_core.model.placement import Gradients, Placement
+from twinkle_core.processor.base import InputProcessor
+from twinkle_core.types import IGNORE
+
+
+class AdapterState:
+    """One set of trained parameters and its course.
+
+    An accumulation window is what `forward_backward` adds up until the step. It is full after `accumulation` calls (or
+    more); a step before that is put off. `normalised` is the window's gradient norm once it has been divided and clipped.
+    """
+
+    def __init__(
+        self, adapter: Adapter | None, parameters: Mapping[str, torch.nn.Parameter], placement: Placement, accumulation: int
+    ) -> None:
+        if accumulation < 1:
+            raise ConfigError(f"gradient_accumulation_steps is {accumulation}; at least 1 is needed")
+        self.adapter = adapter
+        self.accumulation = accumulation
+        self.processor: Any = InputProcessor()
+        self.loss: Any = None
+        self.metrics: dict[bool, list[Any]] = {True: [], False: []}
+        """Of training calls, and of `forward_only`."""
+        self._placement = placement
+        self.set_parameters(parameters)
+        self.optimizer: Optimizer | None = None
+        self.schedule: Schedule | None = None
+        self.scaler: LossScaler | None = None
+        self.gradients: Gradients | None = None
+        self.step = 0
+        self.schedule_step = 0
+        self.stepped = False
+        """A step was taken since the schedule last moved."""
+        self.clipping = (1.0, 2.0)
+        """Largest norm and its type, as last asked for: a short last window is clipped alike."""
+        self.start_window()
+
+    @property
+    def name(self) -> str:
+        return self.adapter.name if self.adapter is not None else ""
+
+    def set_parameters(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        self.parameters = {name: parameters[name] for name in sorted(parameters)}
+        self.model_order = tuple(parameters)
+
+    def start_window(self) -> None:
+        if getattr(self, "gradients", None) is not None:
+            self.gradients.zero()  # type: ignore[union-attr]
+        self.num_calls = 0
+        self.num_micro_batches = 0
+        self.normalised: float | None = None
+
+    def set_optimizer(self, optimizer_cls: Any, arguments: Mapping[str, Any]) -> None:
+        if self.adapter is not None and not self.adapter.is_trainable:
+            raise ConfigError(f"adapter {self.name!r} was added with is_trainable=False: it has nothing to optimize")
+        self.optimizer = Optimizer(optimizer_cls, self.parameters, arguments)
+        self.gradients = self._placement.gradients(self.parameters)
+        self.start_window()
+
+    def ready(self) -> tuple[Optimizer, Gradients]:
+        if self.optimizer is None or self.gradients is None:
+            raise ConfigError("no optimizer is set: call set_optimizer first")
+        return self.optimizer, self.gradients
+
+    def lr(self) -> float:
+        """Learning rate of the next optimizer step."""
+        return self.ready()[0].base_lr * self._factor()
+
+    def _factor(self) -> float:
+        return self.schedule.factor(self.schedule_step) if self.schedule is not None else 1.0
+
+    @property
+    def loss_scale(self) -> float:
+        return self.scaler.scale if self.scaler is not None else 1.0
+
+    def window_is_full(self, accumulation: int | None) -> bool:
+        """Raises `TrainingError` for a window in which nothing was called."""
+        if accumulation is not None and accumulation < 1:
+            raise ConfigError(f"gradient_accumulation_steps is {accumulation}; at least 1 is needed")
+        if self.num_calls == 0:
+            raise TrainingError(f"no supervised token before optimizer step {self.step + 1}: forward_backward was not called")
+        return self.num_calls >= (accumulation or self.accumulation)
+
+    def clip(self, max_norm: float, norm_type: float) -> float:
+        """Collective. Divides the window's gradient by its tokens' weight and scales it down to `max_norm`; gives the norm in between."""
+        _, gradients = self.ready()
+        if self.normalised is not None:
+            raise ConfigError("the gradient of this window was divided and clipped already: step, or zero_grad")
+        step = self.step + 1
+        self._check_schedule()
+        loss_weight = gradients.reduce()
+        if loss_weight == 0:
+            why = f"every label is {IGNORE}, or forward_backward was not called"
+            raise TrainingError(f"no supervised token before optimizer step {step}: {why}")
+        norm = gradients.normalise_and_clip(loss_weight * self.loss_scale, max_norm, norm_type)
+        if not math.isfinite(norm) and self.scaler is None:
+            raise TrainingError(f"gradient norm is {norm} at optimizer step {step}; look at the rows and the learning rate")
+        self.normalised = norm
+        return norm
+
+    def apply(self) -> bool:
+        """The optimizer's step, at the schedule's rate; False where a float16 gradient overflowed and the step was skipped."""
+        optimizer, _ = self.ready()
+        norm = self.clip(math.inf, 2.0) if self.normalised is None else self.normalised
+        if self.scaler is not None:
+            self.scaler.update(is_finite=math.isfinite(norm))
+        if not math.isfinite(norm):
+            return False
+        optimizer.set_factor(self._factor())
+        optimizer.step()
+        self.step += 1
+        self.stepped = True
+        return True
+
+    def take_step(self, max_norm: float, norm_type: float = 2.0) -> float:
+        """Clip, step, zero and move the schedule on. Gives the norm before clipping."""
+        norm = self.clip(max_norm, norm_type) if self.normalised is None else self.normalised
+        self.apply()
+        self.advance_schedule()
+        self.start_window()
+        return norm
+
+    def close_window(self) -> str | None:
+        """Takes the step of a short window, so that nothing that was learnt from is left out. Says so where the schedule leaves no rate."""
+        if self.num_calls == 0:
+            return None
+        if self.schedule_is_over:
+            ignored = f"{self.num_calls} forward_backward calls after step {self.step}"
+            self.start_window()
+            return f"{ignored} change nothing: the schedule is over, make num_training_steps count the last, short window too"
+        self.take_step(*self.clipping)
+        return None
+
+    def advance_schedule(self, metric: float | None = None) -> None:
+        """Moves the rate on, if a step was taken since it last moved."""
+        if self.stepped:
+            if self.schedule is not None:
+                self.schedule.observe(metric)
+            self.schedule_step += 1
+            self.stepped = False
+
+    def _check_schedule(self) -> None:
+        if self.schedule is not None and self.schedule_is_over:
+            raise TrainingError(
+                f"optimizer step {self.step + 1} is past the schedule's num_training_steps={self.schedule.num_training_steps}"
+            )
+
+    @property
+    def schedule_is_over(self) -> bool:
+        end = self.schedule.num_training_steps if self.schedule is not None else None
+        return end is not None and self.schedule_step >= end
+
+    def settings(self) -> dict[str, Any]:
+        return {"optimizer": self.ready()[0].settings, "scheduler": self.schedule.settings if self.schedule is not None else None}
+
+    def progress(self) -> dict[str, Any]:
+        """What a checkpoint holds besides tensors."""
+        optimizer, _ = self.ready()
+        more: dict[str, Any] = {"schedule_step": self.schedule_step} if self.schedule_step != self.step else {}
+        if self.schedule is not None and (scheduler_state := self.schedule.state) is not None:
+            more["scheduler_state"] = scheduler_state
+        if self.scaler is not None:
+            more["grad_scaler"] = self.scaler.state()
+        if (plain := optimizer.plain_state()) is not None:
+            more["optimizer_state"] = plain
+        return {"cur_step": self.step, **self.settings(), **more}
+
+    def load_progress(self, saved: Mapping[str, Any]) -> None:
+        self.step = int(saved["cur_step"])
+        self.schedule_step = int(saved.get("schedule_step", self.step))
+        self.stepped = False
+        if self.schedule is not None:
+            self.schedule.load(saved.get("scheduler_state"))
+        if self.scaler is not None and "grad_scaler" in saved:
+            self.scaler.load(saved["grad_scaler"])

@@ -1,0 +1,180 @@
+"""What a worker holds: the model, its adapters, and what is set for each. Imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from twinkle_core.errors import ConfigError
+from twinkle_core.model.adapter import Adapter, read_adapter
+from twinkle_core.model.adapter_state import AdapterState
+from twinkle_core.model.checkpoint_worker import CheckpointWorker
+from twinkle_core.model.forward import Forward, compute_type
+from twinkle_core.model.grad_scaler import LossScaler
+from twinkle_core.model.loading import load_model
+from twinkle_core.model.losses import LossFunction, needs_of
+from twinkle_core.model.optimizer import Schedule
+from twinkle_core.model.placement import open_placement
+from twinkle_core.model.seeding import derive_seed
+from twinkle_core.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    import peft
+
+    from twinkle_core.config import LoraConfig
+    from twinkle_core.device_mesh import DeviceMesh
+
+
+class AdaptersWorker(CheckpointWorker):
+    """The part of a worker that is set up. `adapter_name` None or '' stands for the only adapter, or for all parameters."""
+
+    def __init__(self, *, rank: int, world_size: int, device_mesh: DeviceMesh | None = None) -> None:
+        super().__init__(rank, world_size)
+        self._device_mesh = device_mesh
+        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+    def load(self, spec: ModelSpec) -> tuple[int, int]:
+        """Starts anew: whatever was loaded before is dropped. Gives the data rank and the number of data ranks."""
+        self._precision = spec.mixed_precision or ("bf16" if self.device.type == "cuda" else "no")
+        compute_type(self._precision, self.device)
+        spec = replace(spec, device_mesh=spec.device_mesh or self._device_mesh)
+        self.placement = open_placement(self.rank, self.world_size, self.device, spec, self._precision)
+        self._spec = spec
+        self._seed = spec.seed
+        self._placed = False
+        self._active: AdapterState | None = None
+        self.model, self.folder = load_model(spec, self.device, on_meta=self.placement.needs_meta)
+        self.forwards = Forward(self.model, self.placement, self.device, self._precision)
+        self.states = {"": self._new_state(None, 1)}
+        return self.placement.data_rank, self.placement.data_world_size
+
+    def _new_state(self, adapter: Adapter | None, accumulation: int) -> AdapterState:
+        parameters = dict(self.model.named_parameters()) if adapter is None else adapter.parameters()
+        state = AdapterState(adapter, parameters, self.placement, accumulation)
+        state.scaler = LossScaler(**self._spec.grad_scaler_config) if self._precision == "fp16" else None
+        return state
+
+    def add_adapter_to_model(
+        self, adapter_name: str, config: LoraConfig | peft.LoraConfig | str, accumulation: int, is_trainable: bool
+    ) -> None:
+        first = "" in self.states
+        if first and self.states[""].optimizer is not None:
+            raise ConfigError("all parameters have an optimizer: add adapters before set_optimizer")
+        if adapter_name in self.states and adapter_name:
+            raise ConfigError(f"adapter {adapter_name!r} is there already")
+        if self._placed and not self.placement.takes_adapters_late:
+            raise ConfigError("add all adapters before the first optimizer is set: the parameters lie on their workers by now")
+        saved: Mapping[str, torch.Tensor] | None = None
+        if isinstance(config, str):
+            config, saved = read_adapter(config)
+        beside = None if first else next(iter(self.states.values())).adapter
+        adapter = Adapter(self.model, adapter_name, config, derive_seed(self._seed, "adapter"), beside=beside, is_trainable=is_trainable)
+        state = self._new_state(adapter, accumulation)
+        if saved is not None:
+            self.load_weights(state, saved, adapter_name)  # before the model is placed: refused in time
+        self.states = {adapter_name: state} if first else {**self.states, adapter_name: state}
+        self._active = state
+        if first and (half := compute_type(self._precision, self.device)) is not torch.float32:
+            adapted = {id(parameter) for parameter in adapter.parameters().values()}
+            for parameter in self.model.parameters():
+                if id(parameter) not in adapted and parameter.ndim >= 2:
+                    parameter.data = parameter.data.to(half)
+
+    def state(self, adapter_name: str | None = None) -> AdapterState:
+        """What is trained under a name."""
+        if not adapter_name and len(self.states) == 1:
+            return next(iter(self.states.values()))
+        if not adapter_name or adapter_name not in self.states:
+            known = ", ".join(map(repr, self.states)) or "none"
+            raise ConfigError(f"adapter_name is {adapter_name!r}; known: {known}")
+        return self.states[adapter_name]
+
+    def _activated(self, adapter_name: str | None) -> AdapterState:
+        """The state, its adapter switched on and the model placed."""
+        self.place()
+        state = self.state(adapter_name)
+        if state.adapter is not None and self._active is not state:
+            state.adapter.activate()
+            self._active = state
+        return state
+
+    def place(self) -> None:
+        if self._placed:
+            return
+        self.placement.place(self.model, self.folder)
+        for state in self.states.values():
+            state.set_parameters(dict(self.model.named_parameters()) if state.adapter is None else state.adapter.parameters())
+        self._placed = True
+
+    def set_optimizer(self, optimizer_cls: Any, arguments: Mapping[str, Any], adapter_name: str | None) -> None:
+        self._activated(adapter_name).set_optimizer(optimizer_cls, arguments)
+
+    def set_lr_scheduler(self, scheduler_cls: Any, arguments: Mapping[str, Any], adapter_name: str | None) -> None:
+        state = self.state(adapter_name)
+        state.schedule = Schedule(scheduler_cls, arguments, lr=state.ready()[0].base_lr)
+
+    def set_loss(self, loss: LossFunction, adapter_name: str | None) -> None:
+        needs_of(loss)
+        self.state(adapter_name).loss = loss
+
+    def set_processor(self, processor: Any, adapter_name: str | None) -> None:
+        self.state(adapter_name).processor = processor
+
+    def set_grad_scaler(self, settings: Mapping[str, Any], adapter_name: str | None) -> None:
+        if self._precision != "fp16":
+            raise ConfigError(f"mixed_precision is {self._precision!r}: a gradient scaler is for 'fp16' alone")
+        self.state(adapter_name).scaler = LossScaler(**settings)
+
+    def apply_patch(self, patch: Callable[[Any], Any]) -> None:
+        before = {name: id(parameter) for name, parameter in self.model.named_parameters()}
+        patch(self.model)
+        after = {name: id(parameter) for name, parameter in self.model.named_parameters()}
+        if before != after:
+            changed = sorted({name for name, _ in before.items() ^ after.items()})
+            raise ConfigError(f"the patch replaced parameters ({', '.join(changed[:5])}); a patch may change how the model computes only")
+
+    def get_step(self, adapter_name: str | None) -> int:
+        return self.state(adapter_name).step
+
+    def get_lr(self, adapter_name: str | None) -> float:
+        return self.state(adapter_name).lr()
+
+    def metric_facts(self, adapter_name: str | None) -> dict[str, float]:
+        state = self.state(adapter_name)
+        facts: dict[str, float] = {"step": state.step}
+        if state.optimizer is not None:
+            facts["lr"] = state.lr()
+        return facts | (
+            {"num_skipped_steps": state.scaler.num_skipped, "loss_scale": state.scaler.scale} if state.scaler is not None else {}
+        )
+
+    def add_metric(self, metric: Any, is_training: bool, adapter_name: str | None) -> None:
+        self.state(adapter_name).metrics[is_training].append(metric)
+
+    def metric_sums(self, is_training: bool, adapter_name: str | None) -> list[dict[str, float]]:
+        """Of each metric, since the last time."""
+        metrics = self.state(adapter_name).metrics[is_training]
+        sums = [metric.sums() for metric in metrics]
+        for metric in metrics:
+            metric.reset()
+        return sums
+
+    def get_train_configs(self, adapter_name: str | None) -> dict[str, Any]:
+        state = self.state(adapter_name)
+        return {
+            "model": self._spec.model_id or type(self.model).__name__,
+            "adapter": state.name or None,
+            "adapter_config": state.adapter.config_dict() if state.adapter is not None else None,
+            "num_trained_parameters": sum(parameter.numel() for parameter in state.parameters.values()),
+            "mixed_precision": self._precision,
+            "gradient_accumulation_steps": state.accumulation,
+            "data_ranks": self.placement.data_world_size,
+            "loss": type(state.loss).__name__ if state.loss is not None else "CrossEntropyLoss",
+            **(state.settings() if state.optimizer is not None else {"optimizer": None}),
+        }
+
+    def get_accumulation(self, adapter_name: str | None) -> int:
+        return self.state(adapter_name).accumulation

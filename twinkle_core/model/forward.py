@@ -1,0 +1,141 @@
+"""The forward pass over packed rows: what is computed of the model, at which positions. Imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from twinkle_core.errors import ConfigError
+from twinkle_core.loss.cross_entropy import token_losses
+from twinkle_core.model.placement import Placement
+from twinkle_core.processor.base import Row
+from twinkle_core.types import IGNORE
+
+COMPUTE_TYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SCALED_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+"""Settings of models whose logits are more than the head's product."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The model's answer at the S supervised positions of some rows, in their order, and of their D documents."""
+
+    labels: torch.Tensor
+    """[S] int64."""
+    weights: torch.Tensor | None = None
+    """[S] float32 loss weights, where some row has them."""
+    logits: torch.Tensor | None = None
+    """[S, V] of the compute type."""
+    hidden: torch.Tensor | None = None
+    """[S, H] what goes into the head, where it was asked for."""
+    embeddings: torch.Tensor | None = None
+    """[D, H] float32: the last token's hidden state of each document, scaled to length 1, where it was asked for."""
+
+
+class Forward:
+    """Runs a placed model on rows laid end to end. A processor is what collates them (see `InputProcessor.collate`)."""
+
+    def __init__(self, model: PreTrainedModel, placement: Placement, device: torch.device, mixed_precision: str) -> None:
+        self.model = model
+        self.device = device
+        self._placement = placement
+        self._type = COMPUTE_TYPES[mixed_precision]
+
+    def answer(self, rows: Sequence[Row], processor: Any, needs: Collection[str] = (), temperature: float = 1.0) -> Answer:
+        """Logits, or in their place `hidden` or `embeddings` (names of `needs`).
+
+        Nothing is computed where no label would be predicted, unless all ranks have to join: then one position, without a label.
+        """
+        if not temperature > 0:
+            raise ConfigError(f"temperature is {temperature}; it must be above 0")
+        batch = self._placement.cut(processor.collate(rows))
+        labels = batch["labels"][0]
+        positions = (labels != IGNORE).nonzero()[:, 0]
+        if "embeddings" in needs:
+            return Answer(labels=labels[positions].to(self.device), embeddings=self._embeddings(batch))
+        if not len(positions):
+            if not self._placement.joins_all:
+                return Answer(labels=labels[positions])
+            positions = torch.zeros(1, dtype=torch.int64)
+        positions = positions.to(self.device)
+        weights = batch.get("loss_weights")
+        chosen = labels.to(self.device)[positions]
+        weights = None if weights is None else weights[0].to(self.device)[positions]
+        if "hidden" in needs:
+            return Answer(labels=chosen, weights=weights, hidden=self._hidden(batch)[positions])
+        with self.autocast():
+            output = self.model(**self._inputs(batch), logits_to_keep=positions, use_cache=False)
+        logits = output.logits[0] if temperature == 1.0 else output.logits[0] / temperature
+        return Answer(labels=chosen, weights=weights, logits=logits)
+
+    def head_weight(self) -> torch.Tensor:
+        """[V, H]. Raises `ConfigError` where logits are not its product with the hidden states."""
+        head = self.model.get_output_embeddings()
+        scaled = [name for name in SCALED_LOGITS if getattr(self.model.config, name, None) not in (None, 1, 1.0)]
+        if type(head) is not torch.nn.Linear or head.bias is not None or scaled:
+            why = f"its {', '.join(scaled)}" if scaled else f"a head of type {type(head).__name__}"
+            raise ConfigError(f"a loss over hidden states cannot be used with this model: {why}; use CrossEntropyLoss")
+        return head.weight
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._type is torch.float32 else torch.autocast(self.device.type, dtype=self._type)
+
+    def _embeddings(self, batch: dict[str, Any]) -> torch.Tensor:
+        last = torch.from_numpy(np.cumsum(batch["seq_lens"]) - 1).to(self.device)
+        return torch.nn.functional.normalize(self._hidden(batch)[last].float(), dim=-1)
+
+    def _hidden(self, batch: dict[str, Any]) -> torch.Tensor:
+        decoder: Any = self.model.get_decoder()
+        with self.autocast():
+            hidden: torch.Tensor = decoder(**self._inputs(batch), use_cache=False).last_hidden_state[0]
+        return hidden
+
+    def _inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
+        tensors = {
+            name: value.to(self.device)
+            for name, value in batch.items()
+            if isinstance(value, torch.Tensor) and name not in ("labels", "loss_weights")
+        }
+        return tensors | {"seq_lens": [int(length) for length in batch["seq_lens"]]}
+
+
+def ratings(answer: Answer, rows: Sequence[Row], returned: Collection[str] = ()) -> list[dict[str, Any]]:
+    """For each row `loss_sum` in nats, `num_loss_tokens`, `num_correct`, and what `returned` names.
+
+    `logps` [S] float32 log-probability of each label, `logits` [S, V] float32, or in place of all `embeddings` [D, H] float32.
+    """
+    if answer.embeddings is not None:
+        parts = answer.embeddings.cpu().split([len(row.seq_lens) for row in rows])
+        return [{"embeddings": part.numpy()} for part in parts]
+    counts = [row.num_loss_tokens for row in rows]
+    total = sum(counts)
+    if answer.hidden is not None:
+        return [{"num_loss_tokens": count} for count in counts]
+    logits = answer.logits[:total] if answer.logits is not None else torch.zeros(0, 1)
+    labels = answer.labels[:total].to(logits.device)
+    losses = token_losses(logits, labels) if total else torch.zeros(0)
+    correct = logits.argmax(dim=-1) == labels
+    rated: list[dict[str, Any]] = [
+        {"loss_sum": float(loss.sum()), "num_loss_tokens": count, "num_correct": int(right.sum())}
+        for loss, right, count in zip(losses.split(counts), correct.split(counts), counts, strict=True)
+    ]
+    more = {"logps": -losses, "logits": logits.float()}
+    for name in returned:
+        for row, part in zip(rated, more[name].split(counts), strict=True):
+            row[name] = part.cpu().numpy()
+    return rated
+
+
+def compute_type(mixed_precision: str, device: torch.device) -> torch.dtype:
+    """Raises `ConfigError` where the card cannot compute in it."""
+    if mixed_precision == "fp8":
+        able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+        what = "this card could, but training in it is not there yet" if able else f"{device.type} has no float8 arithmetic here"
+        raise ConfigError(f"mixed_precision is 'fp8': {what}; use bf16")
+    return COMPUTE_TYPES[mixed_precision]
