@@ -4,7 +4,8 @@ The documents of a row are cut apart before the attention product, so that no ma
 cost is the sum of the squares of the lengths. Registered with transformers under `NAME`; the row's `seq_lens` reach it
 as a keyword of the model's forward call. No mask function is registered under that name: transformers then builds none.
 
-Not exact, and refused: logit soft-capping, attention sinks, layers that are not causal attention (chunked, linear).
+Soft-capped logits and attention sinks take plain products (`plain_attention`); recurrent layers are cut in `recurrent_layers`.
+Not exact, and refused: layers that see the row otherwise (chunked, compressed, sparse attention; other recurrent layers).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from twinkle_core.errors import ConfigError, DataError
+from twinkle_core.kernel import plain_attention, recurrent_layers
 
 NAME = "twinkle_packed"
 WINDOW_BLOCK = 512
@@ -30,14 +32,18 @@ def register() -> str:
 
 
 def check_supported(model_class: type[PreTrainedModel], config: Any) -> None:
-    """Raises `ConfigError`, naming the model type, where this attention would not be the model's own."""
-    name = config.model_type
-    if not model_class._supports_attention_backend:
+    """Raises `ConfigError`, naming the model type, where documents of a packed row would not be kept apart.
+
+    Recurrent layers that can be kept apart are made to obey `seq_lens` here, so that no model passes without.
+    """
+    text = config.get_text_config()
+    name = text.model_type
+    recurrent = recurrent_layers.split_by_document(model_class, name)
+    if not (model_class._supports_attention_backend or recurrent):
         raise ConfigError(f"model type '{name}' does not let its attention be chosen: packed rows would leak between documents")
-    if getattr(config, "attn_logit_softcapping", None):
-        raise ConfigError(f"model type '{name}' soft-caps attention logits, which packed attention does not do")
-    strange = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
-    if strange:
+    known = {"full_attention", "sliding_attention", "attention"} | ({"linear_attention"} if recurrent else set())
+    layers = {layer for key in ("layer_types", "layers_block_type") for layer in getattr(text, key, None) or ()}
+    if strange := sorted(layers - known):
         raise ConfigError(f"model type '{name}' has layers of type {', '.join(strange)}, which are not kept apart in packed rows")
 
 
@@ -64,8 +70,6 @@ def packed_attention(
     transformers hands to every attention function.
     """
     name = type(module).__name__
-    if softcap is not None or s_aux is not None:
-        raise ConfigError(f"{name} uses {'soft-capping' if softcap is not None else 'attention sinks'}, which packed attention does not do")
     if is_causal is False or getattr(module, "is_causal", True) is False or attention_mask is not None:
         raise ConfigError(f"{name} asks for attention that is not causal, or passes a mask; packed attention does neither")
     if seq_lens is None:
@@ -78,6 +82,10 @@ def packed_attention(
     lengths = list(seq_lens)
     pieces = [
         _one_document(q, k, v, dropout, scaling, sliding_window)
+        if softcap is None and s_aux is None
+        else plain_attention.attend(
+            q, k, v, scaling=scaling or q.shape[-1] ** -0.5, dropout=dropout, window=sliding_window, softcap=softcap, sinks=s_aux
+        )
         for q, k, v in zip(query.split(lengths, dim=2), key.split(lengths, dim=2), value.split(lengths, dim=2), strict=True)
     ]
     out = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
