@@ -99,10 +99,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             experts=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
         ),
         "qwen3_5": Family(
-            covers="Qwen3.5, Qwen3.6 (text)", model_type="qwen3_5_text", settings={**GATED_DELTA, "tie_word_embeddings": True}
+            covers="Qwen3.5, Qwen3.6 (text)",
+            remark="of a folder with a vision tower, the text model alone is loaded",
+            model_type="qwen3_5_text",
+            settings={**GATED_DELTA, "tie_word_embeddings": True},
         ),
         "qwen3_5_moe": Family(
             covers="Qwen3.5-MoE, Qwen3.6-MoE (text)",
+            remark="as Qwen3.5",
             model_type="qwen3_5_moe_text",
             settings={**GATED_DELTA, **EXPERTS, "shared_expert_intermediate_size": 24},
             experts=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
@@ -126,12 +130,19 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "mistral": Family(covers="Mistral", model_type="mistral", settings={"sliding_window": 5}),
         "gemma2": Family(
             covers="Gemma-2",
+            remark="soft-capped logits: load it with eager attention elsewhere, transformers' default drops the cap",
             model_type="gemma2",
             settings={**ALTERNATING, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0, "query_pre_attn_scalar": 8},
         ),
-        "gemma3": Family(covers="Gemma-3 (text)", model_type="gemma3_text", settings={**ALTERNATING, "query_pre_attn_scalar": 8}),
+        "gemma3": Family(
+            covers="Gemma-3 (text)",
+            remark="folders with a vision tower are not tested",
+            model_type="gemma3_text",
+            settings={**ALTERNATING, "query_pre_attn_scalar": 8},
+        ),
         "gemma4": Family(
             covers="Gemma-4 (text)",
+            remark="dense; folders with a vision tower, experts or shared keys are not tested",
             model_type="gemma4_text",
             settings={
                 **ALTERNATING,
@@ -144,9 +155,57 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "gpt_oss": Family(
             covers="gpt-oss",
+            remark="sliding windows and attention sinks by plain products",
             model_type="gpt_oss",
             settings={**ALTERNATING, "num_local_experts": 4, "num_experts_per_tok": 2},
             experts=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+        ),
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    """A family that cannot be had, and why."""
+
+    covers: str
+    config: Mapping[str, Any]
+    """What a folder's config.json says, or the settings of a config that transformers carries."""
+    reason: str
+    error: str
+    """Pattern of the message a user sees."""
+
+
+def _own_code(covers: str, model_type: str, instead: str) -> Refused:
+    return Refused(
+        covers=covers,
+        config={"model_type": model_type, "auto_map": {"AutoConfig": f"configuration_{model_type}.Config"}},
+        reason=f"only with code of the model's folder, which is never run; {instead}",
+        error="no model that transformers .* carries in its own code",
+    )
+
+
+REFUSED: Mapping[str, Refused] = MappingProxyType(
+    {
+        "chatglm": _own_code("ChatGLM3, GLM-4-9B (not -hf)", "chatglm", "take GLM-4-9B as `-hf`"),
+        "internlm2": _own_code("InternLM2, InternLM2.5", "internlm2", "transformers has none"),
+        "deepseek_v32": Refused(
+            covers="DeepSeek-V3.2",
+            config={"model_type": "deepseek_v32"},
+            reason="an indexer chooses keys over the whole row (sparse attention)",
+            error="layers of type indexed_attention",
+        ),
+        "deepseek_v4": Refused(
+            covers="DeepSeek-V4",
+            config={"model_type": "deepseek_v4"},
+            reason="keys are compressed over windows that cross documents",
+            error="layers of type compressed_sparse_attention, heavily_compressed_attention",
+        ),
+        "llama4": Refused(
+            covers="Llama-4 (text)",
+            config={"model_type": "llama4_text"},
+            reason="attention in chunks of the whole row",
+            error="layers of type chunked_attention",
         ),
     }
 )
