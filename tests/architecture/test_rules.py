@@ -19,6 +19,7 @@ OPEN_ARGUMENTS: dict[str, str] = {
     "tasks/console.py advance": "implements Progress.advance",
     "tasks/track.py advance": "implements Progress.advance",
     "twinkle_core/kernel/packed_attention.py packed_attention": "transformers calls attention functions with what it likes",
+    "twinkle_core/kernel/recurrent_layers.py by_document": "forward of transformers' gated delta nets",
 }
 """'file name' → the named third-party call that its **kwargs go to."""
 

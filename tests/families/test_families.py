@@ -41,13 +41,19 @@ def test_the_committed_table_is_the_generated_one() -> None:
     assert table.PAGE.read_text(encoding="utf-8") == table.page()
 
 
+def refuse(folder: Path) -> None:
+    """As before training, without reading weights."""
+    config = load_config(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    check_supported(type(model), config)
+
+
 @pytest.mark.parametrize("refused", [pytest.param(one, id=name) for name, one in REFUSED.items()])
 def test_what_cannot_be_had_is_refused_with_the_reason(refused: Refused, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(dict(refused.config)))
     with pytest.raises(ConfigError, match=refused.error):
-        config = load_config(tmp_path)
-        with torch.device("meta"):
-            check_supported(type(AutoModelForCausalLM.from_config(config)), config)
+        refuse(tmp_path)
 
 
 def test_the_routers_auxiliary_loss_is_off_whatever_the_config_says(tmp_path: Path) -> None:
