@@ -15,7 +15,7 @@ HEAD = """# Supported models
 This table is written by `python -m tests.families.table`, and tests hold it to what they find: each family, as a tiny random model of its
 real architecture in transformers' own code (no code of a model's folder is ever run), goes through
 
-- *LoRA*, *full*: steps lower the loss and move every trained tensor, and no other; *experts*: LoRA on the matrices of all experts, by peft's
+- *LoRA*, *full*: steps lower the loss and move every trained tensor, and no other; *experts*: LoRA on all experts, by peft's
   `target_parameters` (`peft.LoraConfig(target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], …)`);
 - *packed*: a document in a packed row has the logits it has alone and under the model's own attention, to 1e-5 of the largest logit, in
   training and evaluation, and no gradient reaches its neighbours;

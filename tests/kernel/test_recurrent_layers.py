@@ -24,6 +24,8 @@ def test_each_document_starts_from_nothing_and_without_lengths_it_is_one(layer: 
         parts = layer(states, seq_lens=[5, 1, 6]).split([5, 1, 6], dim=1)
         for part, alone in zip(parts, states.split([5, 1, 6], dim=1), strict=True):
             torch.testing.assert_close(part, layer(alone))
+        bounds = torch.tensor([0, 5, 6, 12], dtype=torch.int32)
+        torch.testing.assert_close(torch.cat(parts, dim=1), layer(states, cu_seq_lens=bounds, max_seq_len=128), rtol=0, atol=0)
         whole = layer(states)
         torch.testing.assert_close(whole, layer(states, seq_lens=[12]))
     assert (whole[:, 5:] - torch.cat(parts[1:], dim=1)).abs().max() > 0.01, "the check cannot see a leak"

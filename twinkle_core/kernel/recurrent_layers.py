@@ -38,9 +38,17 @@ def split_by_document(model_class: type[PreTrainedModel], model_type: str) -> bo
 def _by_document(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(forward)
     def by_document(
-        self: Any, hidden_states: torch.Tensor, *args: Any, seq_lens: Sequence[int] | None = None, **kwargs: Any
+        self: Any,
+        hidden_states: torch.Tensor,
+        *args: Any,
+        seq_lens: Sequence[int] | None = None,
+        cu_seq_lens: torch.Tensor | None = None,
+        max_seq_len: int | None = None,
+        **kwargs: Any,
     ) -> torch.Tensor:
-        """hidden_states [1, T, H], `seq_lens` [documents] sum to T."""
+        """hidden_states [1, T, H]; boundaries as `packed_attention.document_boundaries` gives them, of which `max_seq_len` is not needed."""
+        if seq_lens is None and cu_seq_lens is not None:
+            seq_lens = cu_seq_lens.diff().tolist()  # waits for the GPU, in each such layer
         if seq_lens is None:
             return forward(self, hidden_states, *args, **kwargs)
         parts = hidden_states.split(list(seq_lens), dim=1)

@@ -9,10 +9,24 @@ import torch
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.gpt_oss import modeling_gpt_oss
 
-from twinkle_core.kernel import plain_attention as module
-from twinkle_core.kernel.plain_attention import attend
+from twinkle_core.kernel import explicit_attention as module
+from twinkle_core.kernel.explicit_attention import explicit_attention
 
 HEADS, KEYS, LENGTH = 4, 2, 23
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scaling: float,
+    dropout: float = 0.0,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    return explicit_attention(query, key, value, dropout, scaling, window, softcap, sinks)
 
 
 def states(width: int = 8) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
