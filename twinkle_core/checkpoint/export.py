@@ -2,24 +2,27 @@
 
 `merged`: the base model with the adapter multiplied in, in float32, then cast once; or all trained parameters, cast.
 `adapter`: peft's folder, with the tokenizer beside it. Neither holds a local path, and both are read back before they count.
+The folder appears whole or not at all.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import peft
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from twinkle_core.checkpoint.export_files import GENERATION_FILE, copy_tokenizer, generation_settings, refuse_local_paths
 from twinkle_core.config import ExportConfig
 from twinkle_core.errors import ConfigError, DamagedError, DataError
 from twinkle_core.model.adapter import refuse_untrained
+from twinkle_core.model.base_config import load_config
 from twinkle_core.model.checkpoint_files import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_FILE,
@@ -29,46 +32,59 @@ from twinkle_core.model.checkpoint_files import (
     read_tensors,
     write_json,
 )
-from twinkle_core.model.loading import refuse_quantized
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.json",
-    "chat_template.jinja",
-)
-GENERATION_FILE = "generation_config.json"
-PATH_KEYS = ("_name_or_path", "name_or_path", "base_model_name_or_path", "tokenizer_file", "vocab_file")
+SHARD_BYTES = 5_000_000_000
+"""A weights file is cut above this size, and an index says which tensor is where."""
 
 
-def export(base_folder: Path, weights_folder: Path, export: ExportConfig, out: Path, *, base_name: str | None = None) -> dict[str, Any]:
+def export(
+    base_folder: Path,
+    weights_folder: Path,
+    export: ExportConfig,
+    out: Path,
+    *,
+    base_name: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> dict[str, Any]:
     """Writes the model folder `out` (new or empty) from the base model and a checkpoint's weights. Gives a summary of plain numbers.
 
-    `base_name` is the base model's public name, for the adapter's config. Raises `DataError` for weights that do not
-    fit the base, `TrainingError` for an adapter that learnt nothing, `DamagedError` when what was written reads back differently.
+    `base_name` is the base model's public name, for the adapter's config. Nothing is written before everything fits: raises
+    `DataError` for weights that do not fit the base, `TrainingError` for an adapter that learnt nothing, `ConfigError` for a form
+    or type that cannot hold the weights; and `DamagedError` when what was written reads back differently.
     """
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out} is not empty; export writes into a new folder")
-    out.mkdir(parents=True, exist_ok=True)
-    refuse_quantized(AutoConfig.from_pretrained(base_folder, trust_remote_code=False, local_files_only=True), base_folder)
+    load_config(base_folder)
+    generation = generation_settings(base_folder)
     is_adapter = (weights_folder / ADAPTER_FILE).exists()
     weights = read_tensors(weights_folder / (ADAPTER_FILE if is_adapter else MODEL_FILE))
+    _refuse_not_finite(weights, str(weights_folder))
     if is_adapter:
         refuse_untrained(weights)
-    if export.form == "adapter":
-        if not is_adapter:
-            raise ConfigError("form is 'adapter', but all parameters were trained: use form 'merged'")
-        num_parameters = _write_adapter(base_folder, weights_folder, weights, export, out, base_name)
+    elif export.form == "adapter":
+        raise ConfigError("form is 'adapter', but all parameters were trained: use form 'merged'")
+    model = _load(base_folder, torch.float32)
+    if is_adapter:
+        wrapped = _with_adapter(model, weights_folder)
+        if export.form == "merged":
+            _refuse_tied(model, weights)
+            model = wrapped.merge_and_unload()
     else:
-        num_parameters = _write_merged(base_folder, weights_folder, weights if not is_adapter else None, export, out)
-    _copy_tokenizer(base_folder, out)
-    _refuse_local_paths(out, (base_folder, weights_folder, out))
+        _take(model, weights, weights_folder / MODEL_FILE)
+    out = out.absolute()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as scratch:
+        draft = Path(scratch) / out.name
+        draft.mkdir()
+        if export.form == "adapter":
+            num_parameters = _write_adapter(weights_folder, weights, export, draft, base_name)
+        else:
+            num_parameters = _write_merged(model, export, draft, generation, shard_bytes)
+        copy_tokenizer(base_folder, draft)
+        if generation is not None:
+            write_json(draft / GENERATION_FILE, generation)
+        refuse_local_paths(draft, (base_folder, weights_folder, out, draft))
+        draft.rename(out)
     files = sorted(path.name for path in out.iterdir())
     size = sum(path.stat().st_size for path in out.iterdir())
     return {"form": export.form, "dtype": export.dtype, "num_parameters": num_parameters, "num_bytes": size, "files": files}
@@ -88,36 +104,53 @@ def _load(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-def _write_merged(
-    base_folder: Path, weights_folder: Path, weights: Mapping[str, torch.Tensor] | None, export: ExportConfig, out: Path
-) -> int:
-    model = _load(base_folder, torch.float32)
-    if weights is None:
-        model = _with_adapter(model, weights_folder).merge_and_unload(safe_merge=True)
-    else:
-        parameters = dict(model.named_parameters())
-        check_tensors(weights, parameters, weights_folder / MODEL_FILE)
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(weights[name])
+def _take(model: PreTrainedModel, weights: Mapping[str, torch.Tensor], source: Path) -> None:
+    """Puts all trained parameters in. Raises `DataError` naming tensors that do not fit."""
+    parameters = dict(model.named_parameters())
+    check_tensors(weights, parameters, source)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])
+
+
+def _write_merged(model: PreTrainedModel, export: ExportConfig, out: Path, generation: dict[str, Any] | None, shard_bytes: int) -> int:
     dtype = getattr(torch, export.dtype)
-    model = model.to(dtype)
+    _cast(model, dtype)
+    _refuse_not_finite(dict(model.named_parameters()), f"the model as {export.dtype}")
+    for name in ("auto_map", "quantization_config"):
+        if hasattr(model.config, name):
+            delattr(model.config, name)
+    model.config.tie_word_embeddings = _is_tied(model)
     model.config.use_cache = True
-    model.save_pretrained(out)
+    if generation is not None:
+        model.generation_config = GenerationConfig.from_dict(generation)
+    model.save_pretrained(out, max_shard_size=shard_bytes)
     _check_same(model, _load(out, dtype), out)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _write_adapter(
-    base_folder: Path, weights_folder: Path, weights: dict[str, torch.Tensor], export: ExportConfig, out: Path, base_name: str | None
-) -> int:
-    from safetensors.torch import save_file
+def _cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Casts all but what the model's code keeps in float32 whatever type it is loaded in, e.g. the bias of DeepSeek-V3's router."""
+    kept = set(model._keep_in_fp32_modules_strict or ()) if dtype != torch.float32 else set()
+    kept |= set(model._keep_in_fp32_modules or ()) if dtype == torch.float16 else set()
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tensor.is_floating_point() and not kept & set(name.split(".")):
+                tensor.data = tensor.data.to(dtype)
 
+
+def _write_adapter(
+    weights_folder: Path, weights: Mapping[str, torch.Tensor], export: ExportConfig, out: Path, base_name: str | None
+) -> int:
     cast = {name: tensor.to(getattr(torch, export.dtype)) for name, tensor in weights.items()}
+    _refuse_not_finite(cast, f"the adapter as {export.dtype}")
     save_file(cast, out / ADAPTER_FILE, {"format": "pt"})
     settings = read_json(weights_folder / ADAPTER_CONFIG_FILE)
     write_json(out / ADAPTER_CONFIG_FILE, settings | {"base_model_name_or_path": base_name})
-    _with_adapter(_load(base_folder, torch.float32), out)
+    read = read_tensors(out / ADAPTER_FILE)
+    different = [name for name in cast.keys() | read.keys() if name not in read or not _same(cast[name], read[name])]
+    if different:
+        raise DamagedError(f"{out / ADAPTER_FILE} reads back with other values in {sorted(different)[:5]}")
     return sum(tensor.numel() for tensor in cast.values())
 
 
@@ -133,34 +166,38 @@ def _with_adapter(model: PreTrainedModel, folder: Path) -> peft.PeftModel:
     return wrapped
 
 
+def _is_tied(model: PreTrainedModel) -> bool:
+    """Whether one matrix reads and predicts. The config may say so while the files hold two that differ, and are then kept apart."""
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
+
+
+def _refuse_tied(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> None:
+    """`model` with its adapter in; the names in `weights` are those of its modules."""
+    if _is_tied(model):
+        ends = (model.get_output_embeddings(), model.get_input_embeddings())
+        names = [name for name, module in model.named_modules() if any(module is end for end in ends)]
+        touched = sorted(tensor for tensor in weights if any(f".{name}." in tensor for name in names))
+        if touched:
+            raise ConfigError(
+                f"the adapter changes {touched[:3]}, but one matrix reads and predicts in this model (tied embeddings): "
+                "merging would change both; train it without these modules, or untie the base model first"
+            )
+
+
+def _refuse_not_finite(tensors: Mapping[str, torch.Tensor], where: str) -> None:
+    wrong = [name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())]
+    if wrong:
+        raise DataError(f"{where} holds values that are not finite in {wrong[:5]}; use another checkpoint, or a dtype that holds them")
+
+
 def _check_same(written: PreTrainedModel, read: PreTrainedModel, folder: Path) -> None:
     expected, found = written.state_dict(), read.state_dict()
-    different = [name for name in expected.keys() & found.keys() if not torch.equal(expected[name], found[name])]
+    different = [name for name in expected.keys() & found.keys() if not _same(expected[name], found[name])]
     different += expected.keys() ^ found.keys()
     if different:
         raise DamagedError(f"{folder} reads back with other values in {sorted(different)[:5]}")
 
 
-def _copy_tokenizer(base_folder: Path, out: Path) -> None:
-    """Tokenizer, chat templates and generation settings, byte for byte but for keys that hold a path."""
-    names = [name for name in (*TOKENIZER_FILES, GENERATION_FILE) if (base_folder / name).is_file()]
-    templates = base_folder / "additional_chat_templates"
-    for name in names:
-        shutil.copyfile(base_folder / name, out / name)
-    if templates.is_dir():
-        shutil.copytree(templates, out / templates.name)
-    for path in out.glob("*config.json"):
-        settings = json.loads(path.read_text())
-        paths = [key for key in PATH_KEYS if isinstance(settings.get(key), str) and Path(settings[key]).is_absolute()]
-        if paths:
-            write_json(path, {key: value for key, value in settings.items() if key not in paths})
-
-
-def _refuse_local_paths(out: Path, folders: tuple[Path, ...]) -> None:
-    known = {str(form) for folder in folders for form in (folder.absolute(), folder.resolve())}
-    for path in sorted(out.rglob("*")):
-        if path.suffix in (".json", ".jinja", ".txt", ".md") and path.is_file():
-            text = path.read_text()
-            found = [folder for folder in known if len(folder) > 1 and folder in text]
-            if found:
-                raise DataError(f"{path} holds the local path {found[0]}, which must not be published; remove it there")
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)

@@ -1,0 +1,65 @@
+"""The loss of a model's supervised positions without its logits. Imports torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from twinkle_core.errors import ConfigError
+from twinkle_core.kernel.linear_cross_entropy import linear_cross_entropy
+
+TRANSFORMED = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier_scale")
+"""Settings with which a model changes its logits after the head, or its hidden states before it."""
+
+
+def has_plain_head(model: PreTrainedModel) -> bool:
+    """Whether the logits are the decoder's last hidden states times the head's weight, and nothing else happens to them.
+
+    Not with an adapter on the head, a bias, hooks, or one of the `TRANSFORMED` settings: take the logits there.
+    """
+    head = model.get_output_embeddings()
+    settings = model.config.get_text_config()
+    changed = [name for name in TRANSFORMED if getattr(settings, name, None) not in (None, 1.0)]
+    return type(head) is torch.nn.Linear and head.bias is None and not changed and not head._forward_hooks and not head._forward_pre_hooks
+
+
+def supervised_loss(
+    model: PreTrainedModel,
+    inputs: dict[str, Any],
+    positions: torch.Tensor,
+    labels: torch.Tensor,
+    loss_weights: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weighted sum of the token losses in nats (float32 scalar, with a gradient) and the losses (float32 [S], without).
+
+    `inputs` are the keywords of the model's forward call on one row of T tokens (batch size 1), positions [S] int64
+    those of its supervised tokens, each once; labels [S] and loss_weights [S] belong to them. All on the model's device.
+    """
+    head = model.get_output_embeddings()
+    if not has_plain_head(model) or not isinstance(head, torch.nn.Linear):
+        raise ConfigError(
+            f"model type '{model.config.model_type}' changes its logits after the head: take its logits and their cross-entropy"
+        )
+    hidden = model.get_decoder()(**inputs, use_cache=False).last_hidden_state
+    return linear_cross_entropy(take_rows(hidden[0], positions), head.weight, labels, loss_weights)
+
+
+def take_rows(states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Rows [S, H] of states [T, H] at positions [S] int64, each at most once: so the gradient is a copy, and deterministic."""
+    rows: torch.Tensor = _TakeRows.apply(states, positions)
+    return rows
+
+
+class _TakeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(positions)
+        ctx.length = len(states)
+        return states.index_select(0, positions)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (positions,) = ctx.saved_tensors
+        return grads[0].new_zeros(ctx.length, grads[0].shape[1]).index_copy_(0, positions, grads[0]), None

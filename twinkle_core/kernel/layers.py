@@ -1,0 +1,70 @@
+"""Decoder layers compiled one by one, and recomputed in the backward pass instead of kept. Imports torch.
+
+Layer by layer rather than the whole model: all layers share one compilation, the loop over them stays plain Python, and a
+row of another length or with another number of documents compiles once more (then with symbolic sizes) and never again.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.nn.attention.varlen  # defines the operation named in PRODUCTS
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
+
+from twinkle_core.errors import ConfigError
+
+Checkpointing = Literal["none", "selective", "full"]
+PRODUCTS = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.torch_attn._varlen_attn.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
+"""What selective checkpointing of an eager layer keeps: matrix products and attention."""
+SELECTIVE_BUDGET = 0.5
+"""Share of its activations that a compiled layer under selective checkpointing may keep; the compiler picks the dearest."""
+VARIANTS = 16
+"""Compilations that one layer may have: a few sizes for each kind of layer, in training and in evaluation."""
+
+
+def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """The model's layers, first to last. Raises `ConfigError` where transformers does not show them as one list."""
+    layers = getattr(model.get_decoder(), "layers", None)
+    if not isinstance(layers, torch.nn.ModuleList) or not len(layers):
+        raise ConfigError(f"model type '{model.config.model_type}' has no list of decoder layers to compile or to checkpoint")
+    return list(layers)
+
+
+def prepare_layers(model: PreTrainedModel, *, compiled: bool = False, checkpointing: Checkpointing = "none", every: int = 1) -> None:
+    """How each decoder layer runs, and what its backward pass computes again. Parameter names stay as they are.
+
+    Call it once, after adapters were added. `compiled`: each layer becomes one graph at its first call; a layer that cannot
+    is an error then, and so is compiling again and again, for both would be slow and look fine. `checkpointing`: nothing is
+    computed again, or all but the dear operations, or the whole of every `every`-th layer. Uncompiled, its result is that
+    without checkpointing to the bit where the kernels are deterministic; dropout draws the same numbers again.
+    """
+    if checkpointing not in ("none", "selective", "full"):
+        raise ConfigError(f"activation checkpointing is {checkpointing!r}; known: none, selective, full")
+    if every < 1 or (every > 1 and checkpointing != "full"):
+        raise ConfigError(f"checkpoint every {every}-th layer: 1 or more, and above 1 only with full checkpointing, not {checkpointing!r}")
+    layers: list[Any] = decoder_layers(model)
+    if compiled:
+        torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
+        torch._functorch.config.activation_memory_budget = SELECTIVE_BUDGET if checkpointing == "selective" else 1.0
+    for index, layer in enumerate(layers):
+        if compiled:
+            layer.compile(fullgraph=True)
+        if checkpointing == "full" or (checkpointing == "selective" and not compiled):
+            if not hasattr(layer, "gradient_checkpointing"):
+                raise ConfigError(f"{type(layer).__name__} does not take part in activation checkpointing")
+            layer.gradient_checkpointing = index % every == 0
+            contexts = {"context_fn": partial(create_selective_checkpoint_contexts, _keep_products)} if checkpointing == "selective" else {}
+            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, **contexts)
+
+
+def _keep_products(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,124 @@
+"""AdamW for parameters kept in bf16 that loses no update. Imports torch.
+
+A bf16 parameter of 1.0 does not change when 0.001 is added. Here each parameter has a float32 value, of which the model
+sees the bf16 rounding; the 16 bits that the rounding took are kept beside it. So the float32 value costs two bytes more,
+not four more, and the parameter cannot drift from it. All of a parameter's update is one kernel on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+
+from twinkle_core.errors import ConfigError
+
+STATE_NAMES = ("low_bits", "exp_avg", "exp_avg_sq")
+
+
+class SplitAdamW:
+    """AdamW (https://arxiv.org/abs/1711.05101, decoupled decay) over named bf16 parameters; its state exists from the start.
+
+    Bytes a parameter besides parameter and gradient: 2 for `low_bits`, and 4 or 2 for each moment. A second moment in bf16
+    stands still for beta2 above about 0.99 (its change rounds away), so that is refused.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        *,
+        lr: float,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        moment_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        wrong = [f"{name} {parameter.dtype}" for name, parameter in parameters.items() if parameter.dtype != torch.bfloat16]
+        if wrong:
+            raise ConfigError(f"SplitAdamW takes bf16 parameters, not {wrong[:3]}; others need torch's AdamW")
+        if moment_dtype not in (torch.float32, torch.bfloat16):
+            raise ConfigError(f"moments in {moment_dtype}; known: float32, bfloat16")
+        if moment_dtype == torch.bfloat16 and betas[1] > 0.99:
+            raise ConfigError(f"a second moment in bf16 does not move with beta2={betas[1]}; use 0.99 or less, or float32 moments")
+        self.lr, self.weight_decay, self.betas, self.eps = lr, weight_decay, betas, eps
+        self.num_steps = 0
+        self._parameters = dict(parameters)
+        self._state = {
+            name: {
+                "low_bits": torch.zeros_like(parameter, dtype=torch.int16),
+                "exp_avg": torch.zeros_like(parameter, dtype=moment_dtype),
+                "exp_avg_sq": torch.zeros_like(parameter, dtype=moment_dtype),
+            }
+            for name, parameter in self._parameters.items()
+        }
+
+    @torch.no_grad()
+    def step(self, lr: float | None = None, grad_factor: torch.Tensor | None = None) -> None:
+        """One update from the parameters' `.grad`, first multiplied by `grad_factor` (float32 scalar on their device, for the
+        mean and for clipping). Parameters without a gradient stay. Does not wait for the GPU."""
+        self.num_steps += 1
+        beta1, beta2 = self.betas
+        rate = self.lr if lr is None else lr
+        numbers = (rate, self.weight_decay, beta1, beta2, self.eps, 1 - beta1**self.num_steps, 1 - beta2**self.num_steps)
+        sent: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+        for name, parameter in self._parameters.items():
+            if parameter.grad is None:
+                continue
+            device, state = parameter.device, self._state[name]
+            if device not in sent:  # a Python number would be compiled in
+                factor = torch.ones((), device=device) if grad_factor is None else grad_factor.to(device)
+                sent[device] = factor, torch.tensor(numbers, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+            update = _compiled() if device.type == "cuda" else adamw_update
+            flat = (tensor.view(-1) for tensor in (parameter.detach(), *(state[key] for key in STATE_NAMES), parameter.grad))
+            update(*flat, *sent[device])
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The live state: `<parameter>.low_bits` (int16), `<parameter>.exp_avg`, `<parameter>.exp_avg_sq`."""
+        return {f"{name}.{key}": self._state[name][key] for name in self._parameters for key in STATE_NAMES}
+
+    def float32_value(self, name: str) -> torch.Tensor:
+        """The float32 value of parameter `name`, of which the parameter is the rounding."""
+        return join_bits(self._parameters[name].detach(), self._state[name]["low_bits"])
+
+
+def join_bits(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """float32 from its rounding to bf16 and the signed difference of the bit patterns."""
+    return ((high.view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)).view(torch.float32)
+
+
+def split_bits(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """bf16 nearest to `value` (ties away from zero) and the int16 that `join_bits` makes `value` of again."""
+    bits = value.view(torch.int32)
+    high = (bits + 0x8000) >> 16
+    low = bits - (high << 16)
+    return high.to(torch.int16).view(torch.bfloat16), low.to(torch.int16)
+
+
+def adamw_update(
+    parameter: torch.Tensor,
+    low_bits: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    grad: torch.Tensor,
+    grad_factor: torch.Tensor,
+    numbers: torch.Tensor,
+) -> None:
+    """One AdamW update in place, over flat tensors of one parameter; `numbers` float32 [7] as `SplitAdamW.step` lists them."""
+    lr, decay, beta1, beta2, eps, correction1, correction2 = numbers.unbind()
+    gradient = grad.float() * grad_factor
+    first = beta1 * exp_avg.float() + (1.0 - beta1) * gradient
+    second = beta2 * exp_avg_sq.float() + (1.0 - beta2) * gradient * gradient
+    value = join_bits(parameter, low_bits) * (1.0 - lr * decay)
+    value = value - lr * (first / correction1) / ((second / correction2).sqrt() + eps)
+    high, low = split_bits(value)
+    parameter.copy_(high)
+    low_bits.copy_(low)
+    exp_avg.copy_(first)
+    exp_avg_sq.copy_(second)
+
+
+@cache
+def _compiled() -> Any:
+    return torch.compile(adamw_update, dynamic=True, fullgraph=True)
