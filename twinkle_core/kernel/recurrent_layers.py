@@ -46,7 +46,7 @@ def _by_document(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
         max_seq_len: int | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """hidden_states [1, T, H]; boundaries as `packed_attention.document_boundaries` gives them, of which `max_seq_len` is not needed."""
+        """hidden_states [1, T, H]; boundaries as `packed_attention.document_boundaries` gives them; `max_seq_len` is not needed."""
         if seq_lens is None and cu_seq_lens is not None:
             seq_lens = cu_seq_lens.diff().tolist()  # waits for the GPU, in each such layer
         if seq_lens is None:

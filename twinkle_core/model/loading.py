@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from twinkle_core.errors import ConfigError
 from twinkle_core.hub.resolve import resolve_model
 from twinkle_core.kernel import packed_attention
+from twinkle_core.model.base_config import load_config
 from twinkle_core.model.spec import ModelSpec
 
 
@@ -20,7 +21,7 @@ def load_base(folder: str | Path, device: torch.device) -> PreTrainedModel:
     """The model in `folder` on `device`, float32, with packed attention, in training mode. Never runs code from the folder."""
     if not Path(folder).is_dir():
         raise ConfigError(f"model folder {folder} does not exist on this machine")
-    return _ready(_read(AutoModelForCausalLM, Path(folder), _config_of(Path(folder))), device)
+    return _ready(_read(AutoModelForCausalLM, Path(folder), load_config(Path(folder))), device)
 
 
 def load_model(spec: ModelSpec, device: torch.device, *, on_meta: bool = False) -> tuple[PreTrainedModel, Path | None]:
@@ -30,7 +31,7 @@ def load_model(spec: ModelSpec, device: torch.device, *, on_meta: bool = False) 
     """
     model_class = class_of(spec.model_cls)
     folder = None if spec.model_id is None else _folder(spec.model_id, spec.cache_dir)
-    config = spec.config if spec.config is not None else _config_of(_existing(folder))
+    config = spec.config if spec.config is not None else load_config(_existing(folder))
     _override(config, spec)
     if folder is not None and not on_meta:
         return _ready(_read(model_class, folder, config), device), folder
@@ -53,11 +54,6 @@ def class_of(model_cls: Any) -> Any:
     return found
 
 
-def refuse_quantized(config: object, folder: str | Path) -> None:
-    if getattr(config, "quantization_config", None):
-        raise ConfigError(f"the model in {folder} is quantized; convert it to plain weights first")
-
-
 def _folder(model_id: str, cache: Path) -> Path:
     """A folder that transformers loads; several processes of one machine may ask at once."""
     if Path(model_id).is_dir():
@@ -69,12 +65,6 @@ def _existing(folder: Path | None) -> Path:
     if folder is None:
         raise ConfigError("neither model_id nor config is given")
     return folder
-
-
-def _config_of(folder: Path) -> PreTrainedConfig:
-    config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    refuse_quantized(config, folder)
-    return config
 
 
 def _override(config: PreTrainedConfig, spec: ModelSpec) -> None:

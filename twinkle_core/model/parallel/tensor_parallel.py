@@ -2,8 +2,8 @@
 
 Megatron's form (https://arxiv.org/abs/1909.08053): a column-wise layer gives each rank some of its outputs, a row-wise one takes them
 and sums what the ranks have. Activations between such pairs are the same on every rank, and so are the loss and the gradients of
-parameters that are not split. The plans are transformers', the computation is ours: theirs adds gradients of `replicated_with_grad_allreduce`
-again with each backward pass of an accumulation.
+parameters that are not split. The plans are transformers', the computation is ours: theirs adds gradients of
+`replicated_with_grad_allreduce` again with each backward pass of an accumulation.
 """
 
 from __future__ import annotations
