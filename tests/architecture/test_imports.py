@@ -22,6 +22,7 @@ NOT_LIGHT = {
     "twinkle_core.evaluator.run": "runs a model",
     "twinkle_core.checkpoint.export": "merges weights",
     "twinkle_core.trainer.": "drives a model",
+    "twinkle_core.cookbook.": "users' programs, which name peft's classes",
     "tasks.": "Prefect tasks",
     "flows.": "Prefect flows",
 }

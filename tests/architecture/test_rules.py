@@ -32,6 +32,9 @@ OPEN_ARGUMENTS: dict[str, str] = {
     "twinkle_core/model/setup.py set_grad_scaler": "LossScaler",
     "twinkle_core/model/setup.py add_metric": "the metric's class",
     "twinkle_core/model/setup.py apply_patch": "the patch's class",
+    "twinkle_core/kernel/layers.py _keep_products": "torch's checkpoint policies are called with the operation's arguments",
+    "twinkle_core/model/parallel/ring.py attention": "transformers calls attention functions with what it likes",
+    "twinkle_core/model/parallel/ulysses.py attention": "transformers calls attention functions with what it likes",
     "twinkle_core/kernel/recurrent_layers.py by_document": "forward of transformers' gated delta nets",
 }
 """'file name' → the named third-party call that its **kwargs go to."""
