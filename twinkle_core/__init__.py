@@ -7,6 +7,6 @@ twinkle_core.initialize(mode="local")
 """
 
 from twinkle_core.device_mesh import DeviceGroup, DeviceMesh
-from twinkle_core.infra.runtime import initialize
+from twinkle_core.infra import get_device_placement, initialize, remote_class, remote_function
 
-__all__ = ["DeviceGroup", "DeviceMesh", "initialize"]
+__all__ = ["DeviceGroup", "DeviceMesh", "get_device_placement", "initialize", "remote_class", "remote_function"]
