@@ -27,6 +27,11 @@ def test_peers_of_a_data_rank_get_the_same():
     assert [args[0] for args, _ in shares(split, list("abcde"))] == [list("abc"), list("abc"), list("de"), list("de")]
 
 
+def test_nothing_is_a_batch_where_everybody_gets_everything():
+    ragged = {"a": [1, 2], "b": [1]}
+    assert shares(Split(dispatch="all", num_workers=2), [1], ragged) == [(([1], ragged), {})] * 2
+
+
 def test_a_callable_shares_out_as_it_likes():
     def reversed_ranks(num_workers, worker, args, kwargs, device_mesh):
         return (args[0][num_workers - 1 - worker],), {"of": device_mesh.world_size}

@@ -15,7 +15,9 @@ from tests.infra.remote_classes import Countdown, Counter, Loader, NotForTheDriv
 from twinkle_core import DeviceGroup, DeviceMesh
 from twinkle_core.errors import ConfigError, DataError, WorkerLostError
 from twinkle_core.infra import Runtime, initialize, resolve_group
+from twinkle_core.infra.deaths import describe_death
 from twinkle_core.infra.lazy import LazyCollect
+from twinkle_core.infra.ray_runtime import bundle_of, device_environment
 
 MESH = DeviceMesh.from_sizes(dp_size=2)
 PEERS = DeviceMesh.from_sizes(tp_size=2)
@@ -164,3 +166,24 @@ def test_a_scripts_workers_see_no_secrets_and_finish_their_last_call(tmp_path: P
     )
     assert run.stdout.splitlines() == ["[None, 'here', 'yes']"], run.stderr
     assert run.returncode == 0 and (tmp_path / "written").exists()
+
+
+def test_workers_of_a_group_that_names_its_devices_are_given_theirs():
+    group = DeviceGroup("a", 4, "GPU", gpus_per_worker=2, visible_devices=[4, 5, 6, 7])
+    assert [own["CUDA_VISIBLE_DEVICES"] for own in device_environment(group)] == ["4,5", "6,7"]
+    assert all(own["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] == "1" for own in device_environment(group))
+    assert device_environment(DeviceGroup("a", 4, "GPU")) == [] and bundle_of(group) == {"CPU": 1.0, "GPU": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "log", "said"),
+    [
+        ("OutOfMemoryError", "", "", "out of memory"),
+        ("ActorDiedError", "End of file", "*** SIGABRT received at time=1 ***", "SIGABRT"),
+        ("ActorDiedError", "exited with exit code 3", "", "exit code 3"),
+        ("NodeDiedError", "", "", "its node died"),
+        ("ActorDiedError", "connection error code 2. End of file", "", "SIGKILL"),
+    ],
+)
+def test_what_is_said_of_a_death(kind: str, message: str, log: str, said: str):
+    assert describe_death(kind, message, log).startswith(said)

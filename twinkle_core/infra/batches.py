@@ -38,8 +38,8 @@ class Split:
         if callable(self.dispatch):
             shared = self.dispatch(self.num_workers, worker, tuple(args), dict(kwargs), device_mesh=self.mesh)
             return tuple(shared[0]), dict(shared[1])
-        lengths = self._lengths(args, kwargs)
-        if self.dispatch == "all" or not lengths:
+        lengths = {} if self.dispatch == "all" else self._lengths(args, kwargs)
+        if not lengths:
             worker_slices(self.dispatch, 0, self.num_workers, self.mesh)  # refuses an unknown name, and a mesh that does not fit
             return tuple(args), dict(kwargs)
         if len(set(lengths.values())) > 1:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from twinkle_core.device_mesh import DeviceMesh
-from twinkle_core.infra.batches import Split, batch_length
+from twinkle_core.infra.batches import Split
 from twinkle_core.infra.environment import hide
 from twinkle_core.infra.group import build_worker
 from twinkle_core.infra.parts import resolve
@@ -26,7 +26,7 @@ class Meta:
     """What the driver knows of a result without having it."""
 
     length: int | None = None
-    """Items, where the result is a batch."""
+    """Items, where the result is a list."""
     stopped: bool = False
     """An iterator has ended; the result is None."""
 
@@ -107,7 +107,7 @@ class WorkerHost:
         """`split` is given where results of other workers are among the arguments, which are shared out only here."""
         args, kwargs = resolve(args, kwargs, split, self._rank)
         result = getattr(self._objects[key], method)(*args, **kwargs)
-        return result, Meta(length=batch_length(result))
+        return result, Meta(length=len(result) if isinstance(result, list) else None)
 
     def iterate(self, key: str, iterator: str) -> tuple[None, Meta]:
         """Starts an iterator over an object."""
@@ -123,7 +123,7 @@ class WorkerHost:
         except StopIteration:
             self._iterators.pop(iterator, None)
             return None, Meta(stopped=True)
-        return result, Meta(length=batch_length(result))
+        return result, Meta(length=len(result) if isinstance(result, list) else None)
 
     def live(self) -> None:
         """Never returns. Its reference fails the moment this process dies, even between calls."""
