@@ -7,7 +7,7 @@ knows the loss weight of the whole batch divides, once.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -77,12 +77,21 @@ def shard_parameters(model: PreTrainedModel, mesh: DeviceMesh, settings: Shardin
 
     Parts that are sharded already, and parameters added later, are left alone.
     """
-    precision = MixedPrecisionPolicy(param_dtype=DTYPES[settings.mixed_precision], reduce_dtype=torch.float32)
-    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if settings.cpu_offload else OffloadPolicy()
     for layer in decoder_layers(model):
-        fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=settings.reshard_after_forward)
-    fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False)
+        shard_module(layer, mesh, settings)
+    shard_module(model, mesh, replace(settings, reshard_after_forward=False))  # what the root holds is needed first in the backward pass
     sum_gradients(model)
+
+
+def shard_module(module: torch.nn.Module, mesh: DeviceMesh, settings: ShardingSettings) -> None:
+    """Gathers the parameters of `module` together, where it is called, and only then."""
+    fully_shard(
+        module,
+        mesh=mesh,
+        reshard_after_forward=settings.reshard_after_forward,
+        mp_policy=MixedPrecisionPolicy(param_dtype=DTYPES[settings.mixed_precision], reduce_dtype=torch.float32),
+        offload_policy=CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if settings.cpu_offload else OffloadPolicy(),
+    )
 
 
 def sum_gradients(model: torch.nn.Module) -> None:

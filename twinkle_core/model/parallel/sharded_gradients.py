@@ -16,16 +16,16 @@ class ShardedGradients:
     """What a worker does with gradients between backward passes and the optimizer's step.
 
     FSDP has summed the gradients of sharded parameters over ranks when a backward pass ends. Those of plain parameters (adapters on a
-    sharded base) lie in one flat buffer, as in `GradientBucket`, and are summed here, over `ranks_with_other_losses`.
+    sharded base) lie in one flat buffer, as in `GradientBucket`, and are summed here.
     """
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], ranks_with_other_losses: dist.ProcessGroup | None) -> None:
-        """None stands for all ranks. Ranks of one tensor-parallel group compute the same loss: their gradients are not added up."""
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], *, sum_plain: bool) -> None:
+        """`sum_plain` is False where all ranks compute the same loss (tensor parallelism alone) and have whole gradients already."""
         owned = list(parameters)
         self._parted = [parameter for parameter in owned if isinstance(parameter, DTensor)]
         plain = [parameter for parameter in owned if not isinstance(parameter, DTensor)]
         self._device = owned[0].device
-        self._group = ranks_with_other_losses
+        self._sum_plain = sum_plain
         self.loss_weight = 0.0
         """Weight of the supervised tokens that this rank counts since the last step; 0 on ranks that do not lead."""
         self._flat = torch.zeros(sum(parameter.numel() for parameter in plain), dtype=torch.float32, device=self._device)
@@ -38,8 +38,8 @@ class ShardedGradients:
         """Sums over ranks what is not summed yet. Gives the loss weight of the global batch."""
         weight = torch.tensor(self.loss_weight, dtype=torch.float64, device=self._device)
         dist.all_reduce(weight)
-        if len(self._flat):
-            dist.all_reduce(self._flat, group=self._group)
+        if self._sum_plain and len(self._flat):
+            dist.all_reduce(self._flat)
         return float(weight)
 
     def normalise_and_clip(self, loss_weight: float, max_norm: float, norm_type: float = 2.0) -> float:

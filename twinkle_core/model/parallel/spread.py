@@ -14,10 +14,12 @@ from transformers import PreTrainedModel
 from twinkle_core.errors import ConfigError
 from twinkle_core.kernel import packed_attention
 from twinkle_core.model.parallel import ring, sequence, ulysses
-from twinkle_core.model.parallel.fully_sharded import ShardingSettings, checkpoint_activations, settings_from, shard_parameters
+from twinkle_core.model.parallel.expert_parallel import spread_experts
+from twinkle_core.model.parallel.fully_sharded import ShardingSettings, checkpoint_activations, settings_from, shard_module, shard_parameters
 from twinkle_core.model.parallel.layout import Layout, Mesh
 from twinkle_core.model.parallel.sharded_gradients import ShardedGradients
 from twinkle_core.model.parallel.sharded_loading import fill
+from twinkle_core.model.parallel.tensor_parallel import split_layers
 from twinkle_core.model.parallel.whole_tensors import assign_whole, gather_whole
 from twinkle_core.model.placement import Placement, Replicated
 
@@ -55,7 +57,6 @@ class Spread:
     """A `Placement` by `layout`. The process group of all ranks is joined already; every rank makes one, with equal arguments."""
 
     joins_all = True
-    takes_adapters_late = True
 
     def __init__(self, rank: int, layout: Layout, settings: ShardingSettings, device: torch.device) -> None:
         if not dist.is_initialized() or dist.get_world_size() != layout.world_size:
@@ -65,9 +66,12 @@ class Spread:
         self.data_rank = layout.data_rank(rank)
         self.data_world_size = layout.data_world_size
         self.leads = layout.is_first_of_slice(rank)
+        self.takes_adapters_late = layout.size("tp") == 1
         self.needs_meta = settings.memory_efficient_init
         self._form: sequence.Form = "ring" if layout.size("cp") > 1 else "ulysses"
         self._mesh = DeviceMesh(device.type, layout.parameter_grid, mesh_dim_names=("dp", "shard", "tp"))
+        expert_axes = ("ep_fsdp", "ep")
+        self._expert_mesh = DeviceMesh(device.type, layout.expert_grid, mesh_dim_names=expert_axes) if layout.ep > 1 else None
         self._place_in_row, self._attention = self._join_sequence_group()
 
     def _join_sequence_group(self) -> tuple[int, str | None]:
@@ -85,8 +89,14 @@ class Spread:
     def place(self, model: PreTrainedModel, folder: Path | None) -> None:
         self._check(model)
         checkpoint_activations(model, self._settings)
-        if self._layout.size("fsdp") > 1:
-            axes = ("dp", "shard") if self._layout.size("dp") > 1 else ("shard",)
+        layout = self._layout
+        if layout.size("tp") > 1:
+            split_layers(model, self._mesh["tp"])
+        experts = spread_experts(model, self._expert_mesh["ep"]) if self._expert_mesh is not None else []
+        if layout.size("fsdp") > 1 or (layout.is_sharded and layout.size("dp") > 1):
+            axes = ("dp", "shard") if layout.size("dp") > 1 else ("shard",)
+            for module in experts:
+                shard_module(module, self._expert_mesh["ep_fsdp"], self._settings)
             shard_parameters(model, self._mesh[axes], self._settings)
         if any(parameter.is_meta for parameter in model.parameters()):
             if folder is None:
@@ -100,13 +110,15 @@ class Spread:
 
     def _check(self, model: PreTrainedModel) -> None:
         config = model.config.get_text_config()
+        if self._layout.size("tp") > 1 and any(".base_layer." in name for name, _ in model.named_parameters()):
+            raise ConfigError("tp_size above 1 trains all parameters, an adapter beside split layers is not supported: use fsdp_size")
         if self._layout.ulysses > 1:
             ulysses.heads_to_repeat(config.num_attention_heads, config.num_key_value_heads, self._layout.ulysses)
         if self._layout.size("cp") > 1:
             ring.check_supported(config)
 
     def gradients(self, parameters: Mapping[str, torch.nn.Parameter]) -> ShardedGradients:
-        return ShardedGradients(parameters.values(), None)
+        return ShardedGradients(parameters.values(), sum_plain=self._layout.size("tp") == 1)
 
     def gather(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return gather_whole(tensors, keep=self._rank == 0)
@@ -120,4 +132,5 @@ class Spread:
         return sequence.cut_batch(batch, self._form, self._layout.sequence_size, self._place_in_row)
 
     def own_part(self, loss_sum: float) -> float:
-        return loss_sum
+        """Ranks of a tensor-parallel group have the whole loss each, ranks that a row is cut over their tokens' part of it."""
+        return loss_sum if self._mesh.get_local_rank("tp") == 0 else 0.0
