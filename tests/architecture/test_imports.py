@@ -13,6 +13,8 @@ NOT_LIGHT = {
     "twinkle_core.infra.worker_host": "runs inside a worker, beside torch",
     "twinkle_core.infra.ray_group": "Ray actors",
     "twinkle_core.infra.ray_runtime": "Ray actors",
+    "twinkle_core.infra.remote_object": "Ray actors",
+    "twinkle_core.infra.lazy": "Ray's references",
     "twinkle_core.infra.gang": "Ray actors",
     "twinkle_core.infra.placement": "Ray's placement groups",
     "twinkle_core.device_mesh.process_groups": "torch.distributed",

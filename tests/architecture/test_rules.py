@@ -9,6 +9,7 @@ BANNED_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "tools",
 ENVIRONMENT_READERS = {"tasks/settings.py", "twinkle_core/infra/environment.py"}
 BROAD_EXCEPT: dict[str, str] = {
     "twinkle_core/infra/local_group.py": "a worker's error of any kind is told to the other ranks, then raised",
+    "twinkle_core/infra/notify.py": "the user's notifier failed: logged, so that the error it was to tell goes on",
     "twinkle_core/model/background_save.py": "the thread's error of any kind is kept and raised by the caller's `end_save`",
 }
 """File → why a broad except that does not re-raise stands there: only at the edge of a process or thread."""
@@ -18,6 +19,9 @@ OPEN_ARGUMENTS: dict[str, str] = {
     "twinkle_core/types.py advance": "facts to show, under the names the caller gives them",
     "tasks/console.py advance": "implements Progress.advance",
     "tasks/track.py advance": "implements Progress.advance",
+    "twinkle_core/infra/remote.py __call__": "the constructor of the user's class",
+    "twinkle_core/infra/notify.py call": "the user's method",
+    "twinkle_core/infra/remote_object.py call": "the user's method, in a worker",
     "twinkle_core/kernel/packed_attention.py packed_attention": "transformers calls attention functions with what it likes",
     "twinkle_core/model/transformers.py __init__": "settings of the model's transformers configuration",
     "twinkle_core/model/transformers.py forward_backward": "inputs of the loss, of a closed list of names",

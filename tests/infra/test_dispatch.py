@@ -85,7 +85,12 @@ def test_callables_share_out_and_collect():
 
 
 def test_a_mesh_of_another_size_is_refused():
-    with pytest.raises(ConfigError, match="slice_dp.* 2; the mesh given has 8"):
+    with pytest.raises(ConfigError, match="slice_dp.* 2; this one has 8"):
         split_arguments(([1],), "slice_dp", 2, MESH)
-    with pytest.raises(ConfigError, match="last_pp.* 2; none was given"):
-        collect_results([1, 2], "last_pp")
+    with pytest.raises(ConfigError, match="last_pp.* 2; this one has 8"):
+        collect_results([1, 2], "last_pp", MESH)
+
+
+def test_without_a_mesh_every_worker_is_a_data_rank():
+    assert split_arguments((["a", "b", "c"],), "slice_dp", 2) == [(["a", "b"],), (["c"],)]
+    assert collect_results([1, 2], "last_pp") == [1, 2]

@@ -3,7 +3,8 @@
 Example with 2 workers and the items `[a, b, c, d, e]`: `slice` gives `[a, b, c]` and `[d, e]`, `round_robin` gives
 `[a, c, e]` and `[b, d]`. `slice_dp` cuts by the data ranks of a mesh, so that tensor, context, pipeline and ulysses peers get
 the same share: on `DeviceMesh.from_sizes(dp_size=2, tp_size=2)` the four workers get `abc`, `abc`, `de`, `de`. `round_robin`
-goes by data ranks too where a mesh is given. Every item goes to exactly one data rank; a worker may get none, and is called all the same.
+goes by data ranks too where a mesh is given; without one every worker is a data rank of its own. Every item goes to exactly one
+data rank; a worker may get none, and is called all the same.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ def worker_slices(dispatch: str, total: int, num_workers: int, mesh: DeviceMesh 
     if dispatch == "all":
         return [slice(None)] * num_workers
     if dispatch == "round_robin":
-        mesh = mesh if mesh is not None else DeviceMesh.from_sizes(dp_size=num_workers)
         mesh = _mesh_of(mesh, num_workers, "dispatch 'round_robin'")
         return [slice(mesh.get_data_rank_from_global_rank(rank), None, mesh.data_world_size) for rank in range(num_workers)]
     if dispatch == "slice_dp":
@@ -92,11 +92,13 @@ def _takes_mesh(function: Callable[..., Any]) -> bool:
 
 
 def _mesh_of(mesh: DeviceMesh | None, num_workers: int, what: str) -> DeviceMesh:
-    if mesh is None and num_workers == 1:
-        return DeviceMesh.from_sizes()
-    if mesh is None or mesh.world_size != num_workers:
-        has = "none was given" if mesh is None else f"the mesh given has {mesh.world_size}"
-        raise ConfigError(f"{what} needs a device_mesh of as many ranks as there are workers, {num_workers}; {has}")
+    """Without a mesh every worker is a data rank of its own."""
+    if mesh is None:
+        return DeviceMesh.from_sizes(dp_size=num_workers)
+    if mesh.world_size != num_workers:
+        raise ConfigError(
+            f"{what} needs a device_mesh of as many ranks as there are workers, {num_workers}; this one has {mesh.world_size}"
+        )
     return mesh
 
 

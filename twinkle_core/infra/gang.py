@@ -59,6 +59,8 @@ class Answer:
     """Ray reference of the result."""
     meta: Any
     """Ray reference of its `Meta`, which fails when the call does."""
+    call: list[Answer]
+    """The answers of all workers to the same call."""
 
 
 @dataclass(eq=False)
@@ -133,10 +135,10 @@ class Gang:
     def ask(self, host_method: str, arguments: Sequence[tuple[Any, ...]], what: str) -> list[Answer]:
         """Sends one method to the first `len(arguments)` actors; waits for nothing."""
         self._check_open()
-        answers = []
+        answers: list[Answer] = []
         for rank, args in enumerate(arguments):
             value, meta = getattr(self._actors[rank], host_method).options(num_returns=2).remote(*args)
-            answers.append(Answer(gang=self, rank=rank, what=what, value=value, meta=meta))
+            answers.append(Answer(gang=self, rank=rank, what=what, value=value, meta=meta, call=answers))
         return answers
 
     def run(self, host_method: str, arguments: Sequence[tuple[Any, ...]], what: str, timeout: float | None = None) -> list[Any]:
@@ -165,11 +167,12 @@ class Gang:
             if not ready:
                 self._time_out([pending[ref] for ref in asked], len(answers), timeout or 0.0)
             for ref in ready:
-                answer = self.watch.outstanding.pop(ref, None) or pending.get(ref)
+                answer = self.watch.outstanding.get(ref) or pending.get(ref)
                 if answer is None:
                     gang, rank = self.watch.alive[ref]
                     gang.die(rank, self._what(gang, pending))
                 meta = answer.gang.read(answer)
+                self.watch.outstanding.pop(ref, None)
                 if ref in pending:
                     metas[ref] = meta
         return [metas[answer.meta] for answer in answers]
@@ -218,6 +221,8 @@ class Gang:
 
     def _lose(self, rank: int, what: str, error: Exception) -> NoReturn:
         message = " ".join(str(error).split())
+        earlier = [answer.what for answer in self.watch.outstanding.values() if answer.gang is self]
+        what = earlier[0] if earlier else what  # the oldest call still open: later ones fail with it
         kind = type(error).__name__
         pid = self._process_ids[rank] if rank < len(self._process_ids) else None
         death = describe_death(kind, message, read_log(log_folder(), pid))
@@ -242,8 +247,6 @@ class Gang:
     def _fail(self, answer: Answer, error: RayTaskError) -> NoReturn:
         """Re-raises a worker's own exception; a broken connection to a peer that died is that peer's death."""
         cause = error.cause if isinstance(error.cause, Exception) else error
-        with suppress(RayTaskError, *LOST):
-            ray.get(answer.value)  # the same error, which Ray would else report as unhandled
         if isinstance(cause, LOST) or (self.world_size > 1 and not isinstance(cause, TwinkleError)):
             dead, _ = ray.wait(list(self.watch.alive), num_returns=1, timeout=DEATH_NOTICE_SECONDS)
             for ref in dead:
@@ -256,10 +259,22 @@ class Gang:
                     "build a new one"
                 )
             )
+        else:
+            self._drop(answer.call)
         cause.add_note(f"raised by worker {answer.rank} in '{answer.what}'")
         if cause is error:
             raise cause
         raise cause from error
+
+    def _drop(self, answers: Sequence[Answer]) -> None:
+        """Forgets a call of which one error was told: the others are its like, and Ray would report those that nobody fetched."""
+        for answer in answers:
+            self.watch.outstanding.pop(answer.meta, None)
+            try:
+                ray.get(answer.meta)
+            except (RayTaskError, *LOST):
+                with suppress(RayTaskError, *LOST):
+                    ray.get(answer.value)
 
     def _all_answered(self) -> bool:
         """Whether every worker is idle again soon after an error: a peer may wait for ever for the one that failed."""

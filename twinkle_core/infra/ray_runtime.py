@@ -31,6 +31,8 @@ class RayRuntime:
         self._rooms: dict[str, Room] = {}
         self._gangs: dict[str, Gang] = {}
         self._watch = Watch()
+        self.meshes: dict[tuple[str, str], DeviceMesh | None] = {}
+        """(group, component) -> its mesh, for `get_device_placement`."""
         self._link = RayLink(ray_address())
         self._settings = HostSettings(threads=1, hidden=self._link.hidden, seed=seed, full_determinism=full_determinism)
         try:
@@ -83,6 +85,7 @@ class RayRuntime:
         workers = self._groups[name].num_workers
         if mesh is not None and mesh.world_size != workers:
             raise ConfigError(f"{what}: a device_mesh of {mesh.world_size} ranks on group {name!r}, which has {workers} worker(s)")
+        self.meshes[name, what] = mesh
 
     def wait(self) -> None:
         """Waits for all outstanding answers."""

@@ -91,9 +91,13 @@ class WorkerHost:
 
     def construct(self, key: str, user_class: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[None, Meta]:
         """An object of a user's class."""
-        own = {name: value.at_rank(self._rank) if isinstance(value, DeviceMesh) else value for name, value in kwargs.items()}
-        self._objects[key] = user_class(*args, **own)
+        own = {name: self._bound(value) for name, value in kwargs.items()}
+        self._objects[key] = user_class(*map(self._bound, args), **own)
         return None, Meta()
+
+    def _bound(self, value: Any) -> Any:
+        """A mesh, as this rank sees it."""
+        return value.at_rank(self._rank) if isinstance(value, DeviceMesh) and self._rank < value.world_size else value
 
     def forget(self, key: str) -> tuple[None, Meta]:
         self._objects.pop(key, None)
@@ -111,9 +115,11 @@ class WorkerHost:
         return None, Meta()
 
     def advance(self, iterator: str, key: str) -> tuple[Any, Meta]:
-        """The iterator's next value, or that of the object itself."""
+        """The iterator's next value, or (`iterator` '') that of the object itself."""
+        if iterator and iterator not in self._iterators:  # ended earlier, while other workers went on
+            return None, Meta(stopped=True)
         try:
-            result = next(self._iterators.get(iterator) or self._objects[key])
+            result = next(self._iterators[iterator] if iterator else self._objects[key])
         except StopIteration:
             self._iterators.pop(iterator, None)
             return None, Meta(stopped=True)
