@@ -39,7 +39,9 @@ def supervised_loss(
     """
     head = model.get_output_embeddings()
     if not has_plain_head(model) or not isinstance(head, torch.nn.Linear):
-        raise ConfigError(f"model type '{model.config.model_type}' changes its logits after the head: take its logits and their cross-entropy")
+        raise ConfigError(
+            f"model type '{model.config.model_type}' changes its logits after the head: take its logits and their cross-entropy"
+        )
     hidden = model.get_decoder()(**inputs, use_cache=False).last_hidden_state
     return linear_cross_entropy(take_rows(hidden[0], positions), head.weight, labels, loss_weights)
 

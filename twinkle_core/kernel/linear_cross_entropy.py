@@ -57,7 +57,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for part in _chunks(len(targets), rows):
                 states = hidden[part].to(dtype)
                 logits = states @ cast.T
-                losses[part] = replace(logits, targets[part], factors[part])
+                given = logits, targets[part], factors[part]
+                if device == "cuda":
+                    for tensor in given:  # one compilation for chunks of any number of tokens
+                        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+                losses[part] = replace(*given)
                 if grad_hidden is not None:
                     grad_hidden[part] = logits @ cast
                 if grad_weight is not None:
