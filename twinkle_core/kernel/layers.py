@@ -25,8 +25,6 @@ PRODUCTS = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
 )
 """What selective checkpointing of an eager layer keeps: matrix products and attention."""
-SELECTIVE_BUDGET = 0.5
-"""Share of its activations that a compiled layer under selective checkpointing may keep; the compiler picks the dearest."""
 VARIANTS = 16
 """Compilations that the layers may have: one for each kind of layer, in training, in evaluation, with one token alone."""
 
@@ -52,6 +50,8 @@ def prepare_layers(model: PreTrainedModel, *, compiled: bool = False, checkpoint
     if every < 1 or (every > 1 and checkpointing != "full"):
         raise ConfigError(f"checkpoint every {every}-th layer: 1 or more, and above 1 only with full checkpointing, not {checkpointing!r}")
     layers: list[Any] = decoder_layers(model)
+    if compiled and checkpointing == "selective":
+        raise ConfigError("selective checkpointing works on uncompiled layers; compiled ones choose by themselves, or take 'full'")
     if compiled and model.device.type != "cuda":
         raise ConfigError(
             f"layers are compiled on a GPU, not on {model.device.type}: there the lengths of the documents would be compiled in"
@@ -59,11 +59,10 @@ def prepare_layers(model: PreTrainedModel, *, compiled: bool = False, checkpoint
     if compiled:
         torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)
         torch._dynamo.config.fail_on_recompile_limit_hit = True
-        torch._functorch.config.activation_memory_budget = SELECTIVE_BUDGET if checkpointing == "selective" else 1.0
     for index, layer in enumerate(layers):
         if compiled:
             layer.compile(fullgraph=True, dynamic=True)
-        if checkpointing == "full" or (checkpointing == "selective" and not compiled):
+        if checkpointing != "none":
             if not hasattr(layer, "gradient_checkpointing"):
                 raise ConfigError(f"{type(layer).__name__} does not take part in activation checkpointing")
             layer.gradient_checkpointing = index % every == 0
