@@ -18,6 +18,7 @@ OPEN_ARGUMENTS: dict[str, str] = {
     "twinkle_core/types.py advance": "facts to show, under the names the caller gives them",
     "tasks/console.py advance": "implements Progress.advance",
     "tasks/track.py advance": "implements Progress.advance",
+    "twinkle_core/kernel/layers.py _keep_products": "torch hands a checkpointing policy each operation's arguments",
     "twinkle_core/kernel/packed_attention.py packed_attention": "transformers calls attention functions with what it likes",
 }
 """'file name' → the named third-party call that its **kwargs go to."""

@@ -36,7 +36,7 @@ def linear_cross_entropy(
     rows = chunk_rows or max(1, CHUNK_ELEMENTS.get(hidden.device.type, 1 << 25) // weight.shape[0])
     kept = labels != IGNORE
     factors = kept.float() if loss_weights is None else loss_weights.float().masked_fill(~kept, 0.0)
-    losses: tuple[torch.Tensor, torch.Tensor] = _LinearCrossEntropy.apply(hidden, weight, labels.clamp_min(0), kept, factors, rows)
+    losses: tuple[torch.Tensor, torch.Tensor] = _LinearCrossEntropy.apply(hidden, weight, labels.clamp_min(0), kept, factors, rows)  # type: ignore[no-untyped-call]
     return losses
 
 
