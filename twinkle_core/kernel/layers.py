@@ -66,7 +66,9 @@ def prepare_layers(model: PreTrainedModel, *, compiled: bool = False, checkpoint
             if not hasattr(layer, "gradient_checkpointing"):
                 raise ConfigError(f"{type(layer).__name__} does not take part in activation checkpointing")
             layer.gradient_checkpointing = index % every == 0
-            contexts = {"context_fn": partial(create_selective_checkpoint_contexts, _keep_products)} if checkpointing == "selective" else {}
+            contexts: dict[str, Any] = (
+                {"context_fn": partial(create_selective_checkpoint_contexts, _keep_products)} if checkpointing == "selective" else {}
+            )
             layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, **contexts)
 
 
