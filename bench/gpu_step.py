@@ -25,10 +25,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from twinkle_core.kernel.bf16_adamw import Bf16AdamW
 from twinkle_core.kernel.fused_head import supervised_loss
 from twinkle_core.kernel.layers import prepare_layers
 from twinkle_core.kernel.packed_attention import document_boundaries, register
-from twinkle_core.kernel.split_adamw import SplitAdamW
 
 ROW, STEP_TOKENS, VOCABULARY = 8192, 16384, 151936
 PEAK = 989e12
@@ -50,11 +50,12 @@ class Setting:
     lora: bool = False
     compiled: bool = True
     optimizer: str = "bf16"
-    """bf16: torch's fused AdamW; split: float32 values and moments; split-bf16: float32 values, bf16 moments."""
+    """bf16: parameters and moments; split: float32 values and moments; split-bf16: float32 values, bf16 moments."""
     rows: int = 2
     """Rows of a micro-batch."""
     checkpointing: str = "none"
     every: int = 1
+    kernel: str = "flash2"
 
 
 SETTINGS = {
@@ -65,6 +66,12 @@ SETTINGS = {
     "4B-full": Setting(shape="4B", rows=1),
     "4B-split": Setting(shape="4B", rows=1, optimizer="split-bf16"),
     "8B-lora": Setting(shape="8B", lora=True, rows=1, optimizer="split"),
+    "0.6B-full-flash4": Setting(shape="0.6B", optimizer="split", kernel="flash4"),
+    "1.7B-full-flash4": Setting(shape="1.7B", kernel="flash4"),
+    "1.7B-split-flash4": Setting(shape="1.7B", optimizer="split", kernel="flash4"),
+    "4B-full-flash4": Setting(shape="4B", rows=1, kernel="flash4"),
+    "4B-split-flash4": Setting(shape="4B", rows=1, optimizer="split-bf16", kernel="flash4"),
+    "8B-lora-flash4": Setting(shape="8B", lora=True, rows=1, optimizer="split", kernel="flash4"),
 }
 
 
@@ -111,9 +118,9 @@ def micro_batch(rows: list[list[int]], seed: int) -> dict[str, Any]:
     return {"lengths": lengths, "host": sent}
 
 
-def loss_of(model: Any, batch: dict[str, Any], factor: float) -> torch.Tensor:
+def loss_of(model: Any, batch: dict[str, Any], factor: float, kernel: Any) -> torch.Tensor:
     ids, places, positions, labels = (tensor.to("cuda", non_blocking=True) for tensor in batch["host"])
-    inputs = {"input_ids": ids, "position_ids": places, **document_boundaries(batch["lengths"], ids.device)}
+    inputs = {"input_ids": ids, "position_ids": places, **document_boundaries(batch["lengths"], ids.device, kernel)}
     return supervised_loss(model, inputs, positions, labels)[0] * factor
 
 
@@ -129,6 +136,7 @@ def model_flops(setting: Setting, batches: list[dict[str, Any]]) -> float:
 
 class Trainer:
     def __init__(self, setting: Setting) -> None:
+        self.kernel = setting.kernel
         self.model = make_model(setting.shape)
         if setting.lora:
             import peft
@@ -140,28 +148,21 @@ class Trainer:
         if setting.lora:
             for name, parameter in self.named.items():
                 assert "lora_" in name and parameter.dtype == torch.bfloat16
-        self.split = None
-        if setting.optimizer == "bf16":
-            self.adamw = torch.optim.AdamW(self.named.values(), lr=1e-5, betas=(0.9, 0.95), fused=True)
-        else:
-            dtype = torch.bfloat16 if setting.optimizer == "split-bf16" else torch.float32
-            self.split = SplitAdamW(self.named, lr=1e-5, betas=(0.9, 0.95), moment_dtype=dtype)
+        moments = "float32" if setting.optimizer == "split" else "bf16"
+        keep = setting.optimizer != "bf16"
+        self.adamw = Bf16AdamW(self.named, lr=1e-5, betas=(0.9, 0.95), moments=moments, keep_float32=keep)
 
     def step(self, batches: list[dict[str, Any]]) -> torch.Tensor:
         """One optimizer step without waiting for the GPU; gives the loss, on it."""
         supervised = sum(len(batch["host"][2]) for batch in batches)
         total = torch.zeros((), device="cuda")
         for batch in batches:
-            loss = loss_of(self.model, batch, 1.0 / supervised)
+            loss = loss_of(self.model, batch, 1.0 / supervised, self.kernel)
             loss.backward()
             total += loss.detach()
         gradients = [parameter.grad for parameter in self.named.values() if parameter.grad is not None]
         factor = (1.0 / (torch.nn.utils.get_total_norm(gradients, foreach=True).float() + 1e-6)).clamp(max=1.0)
-        if self.split is not None:
-            self.split.step(grad_factor=factor)
-        else:
-            torch._foreach_mul_(gradients, factor)
-            self.adamw.step()
+        self.adamw.step(grad_factor=factor)
         for parameter in self.named.values():
             parameter.grad = None
         return total
@@ -269,12 +270,11 @@ def main() -> None:
             continue
         found = json.loads(last)
         print({key: round(value, 3) for key, value in found.items()}, flush=True)
-        lines.append(
-            f"| {name} | {found['tokens_per_second']:,.0f} | {found['step_ms']:.0f} | {found['flops'] / PEAK:.1%} | {found['flops'] / rate:.1%} "
-            f"| {found['peak_gib']:.1f} | {found['host_ms']:.0f} | {found['graphs_in_timed_steps']} |"
-        )
-    print("| setting | tokens/s | step ms | MFU of 989 | of the measured product | peak GiB | host ms | compilations in timed steps |")
-    print("| --- " * 8 + "|", *lines, sep="\n")
+        shares = f"{found['flops'] / PEAK:.1%} | {found['flops'] / rate:.1%}"
+        ends = f"{found['peak_gib']:.1f} | {found['graphs_in_timed_steps']}"
+        lines.append(f"| {name} | {found['tokens_per_second']:,.0f} | {found['step_ms']:.0f} | {shares} | {ends} |")
+    print("| setting | tokens/s | step ms | MFU of 989 | of the measured product | peak GiB | compilations in timed steps |")
+    print("| --- " * 7 + "|", *lines, sep="\n")
 
 
 if __name__ == "__main__":

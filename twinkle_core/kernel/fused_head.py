@@ -48,7 +48,7 @@ def supervised_loss(
 
 def take_rows(states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Rows [S, H] of states [T, H] at positions [S] int64, each at most once: so the gradient is a copy, and deterministic."""
-    rows: torch.Tensor = _TakeRows.apply(states, positions)
+    rows: torch.Tensor = _TakeRows.apply(states, positions)  # type: ignore[no-untyped-call]
     return rows
 
 

@@ -1,7 +1,8 @@
 """Decoder layers compiled one by one, and recomputed in the backward pass instead of kept. Imports torch.
 
-Layer by layer rather than the whole model: all layers share one compilation, the loop over them stays plain Python, and a
-row of another length or with another number of documents compiles once more (then with symbolic sizes) and never again.
+Layer by layer rather than the whole model: layers of a kind share one compilation, and the loop over them stays plain Python.
+Sizes are symbolic from the start: a row of another length or with another number of documents compiles nothing, and which
+kernels a row meets does not depend on the rows before it, so that a resumed run computes the same bits.
 """
 
 from __future__ import annotations
@@ -24,10 +25,8 @@ PRODUCTS = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
 )
 """What selective checkpointing of an eager layer keeps: matrix products and attention."""
-SELECTIVE_BUDGET = 0.5
-"""Share of its activations that a compiled layer under selective checkpointing may keep; the compiler picks the dearest."""
 VARIANTS = 16
-"""Compilations that one layer may have: a few sizes for each kind of layer, in training and in evaluation."""
+"""Compilations that the layers may have: one for each kind of layer, in training, in evaluation, with one token alone."""
 
 
 def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
@@ -41,7 +40,7 @@ def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
 def prepare_layers(model: PreTrainedModel, *, compiled: bool = False, checkpointing: Checkpointing = "none", every: int = 1) -> None:
     """How each decoder layer runs, and what its backward pass computes again. Parameter names stay as they are.
 
-    Call it once, after adapters were added. `compiled`: each layer becomes one graph at its first call; a layer that cannot
+    Call it once, after adapters were added. `compiled`, on a GPU only: each layer becomes one graph at its first call; a layer that cannot
     is an error then, and so is compiling again and again, for both would be slow and look fine. `checkpointing`: nothing is
     computed again, or all but the dear operations, or the whole of every `every`-th layer. Uncompiled, its result is that
     without checkpointing to the bit where the kernels are deterministic; dropout draws the same numbers again.
@@ -51,18 +50,25 @@ def prepare_layers(model: PreTrainedModel, *, compiled: bool = False, checkpoint
     if every < 1 or (every > 1 and checkpointing != "full"):
         raise ConfigError(f"checkpoint every {every}-th layer: 1 or more, and above 1 only with full checkpointing, not {checkpointing!r}")
     layers: list[Any] = decoder_layers(model)
+    if compiled and checkpointing == "selective":
+        raise ConfigError("selective checkpointing works on uncompiled layers; compiled ones choose by themselves, or take 'full'")
+    if compiled and model.device.type != "cuda":
+        raise ConfigError(
+            f"layers are compiled on a GPU, not on {model.device.type}: there the lengths of the documents would be compiled in"
+        )
     if compiled:
         torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)
         torch._dynamo.config.fail_on_recompile_limit_hit = True
-        torch._functorch.config.activation_memory_budget = SELECTIVE_BUDGET if checkpointing == "selective" else 1.0
     for index, layer in enumerate(layers):
         if compiled:
-            layer.compile(fullgraph=True)
-        if checkpointing == "full" or (checkpointing == "selective" and not compiled):
+            layer.compile(fullgraph=True, dynamic=True)
+        if checkpointing != "none":
             if not hasattr(layer, "gradient_checkpointing"):
                 raise ConfigError(f"{type(layer).__name__} does not take part in activation checkpointing")
             layer.gradient_checkpointing = index % every == 0
-            contexts = {"context_fn": partial(create_selective_checkpoint_contexts, _keep_products)} if checkpointing == "selective" else {}
+            contexts: dict[str, Any] = (
+                {"context_fn": partial(create_selective_checkpoint_contexts, _keep_products)} if checkpointing == "selective" else {}
+            )
             layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, **contexts)
 
 

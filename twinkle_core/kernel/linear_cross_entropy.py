@@ -36,7 +36,7 @@ def linear_cross_entropy(
     rows = chunk_rows or max(1, CHUNK_ELEMENTS.get(hidden.device.type, 1 << 25) // weight.shape[0])
     kept = labels != IGNORE
     factors = kept.float() if loss_weights is None else loss_weights.float().masked_fill(~kept, 0.0)
-    losses: tuple[torch.Tensor, torch.Tensor] = _LinearCrossEntropy.apply(hidden, weight, labels.clamp_min(0), kept, factors, rows)
+    losses: tuple[torch.Tensor, torch.Tensor] = _LinearCrossEntropy.apply(hidden, weight, labels.clamp_min(0), kept, factors, rows)  # type: ignore[no-untyped-call]
     return losses
 
 
@@ -57,7 +57,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for part in _chunks(len(targets), rows):
                 states = hidden[part].to(dtype)
                 logits = states @ cast.T
-                losses[part] = replace(logits, targets[part], factors[part])
+                given = logits, targets[part], factors[part]
+                if device == "cuda":
+                    for tensor in given:  # one compilation for chunks of any number of tokens
+                        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+                losses[part] = replace(*given)
                 if grad_hidden is not None:
                     grad_hidden[part] = logits @ cast
                 if grad_weight is not None:

@@ -24,11 +24,12 @@ from transformers import AttentionInterface, PreTrainedModel
 from twinkle_core.errors import ConfigError, DataError
 from twinkle_core.kernel import recurrent_layers
 from twinkle_core.kernel.explicit_attention import explicit_attention
-from twinkle_core.kernel.varlen_attention import varlen_attention
+from twinkle_core.kernel.varlen_attention import Kernel, varlen_attention
 
 NAME = "twinkle_packed"
 WINDOW_BLOCK = 512
 """Queries of one block of a sliding window; the block's mask is at most [512, 512 + window]."""
+QUERY_BLOCK = 128
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -54,13 +55,14 @@ def check_supported(model_class: type[PreTrainedModel], config: Any) -> None:
         raise ConfigError(f"model type '{name}' has layers of type {', '.join(strange)}, which are not kept apart in packed rows")
 
 
-def document_boundaries(seq_lens: Sequence[int], device: torch.device) -> dict[str, Any]:
+def document_boundaries(seq_lens: Sequence[int], device: torch.device, kernel: Kernel = "flash2") -> dict[str, Any]:
     """Keywords for a model's forward call over one packed row whose documents have these lengths.
 
     On a CPU `seq_lens`, a list of D ints. On a GPU `cu_seq_lens`, int32 [D + 1] on the device, from 0 to T, and
-    `max_seq_len`, the longest length rounded up to a power of two: a bound is all the kernel needs, and an exact one
-    would be another integer for a compiled layer to specialise on with every row. The copy does not wait for the GPU.
-    Example: lengths 3 and 2 give `cu_seq_lens == [0, 3, 5]` and `max_seq_len == 128`, the smallest bound.
+    `max_seq_len`, the longest length rounded up to the 128 queries of a kernel's block: the kernel starts a block for every
+    128 tokens of it in each document, so a looser bound costs time. The copy does not wait for the GPU. `kernel` is passed
+    on where it is not torch's own.
+    Example: lengths 3 and 2 give `cu_seq_lens == [0, 3, 5]` and `max_seq_len == 128`.
     """
     lengths = [int(length) for length in seq_lens]
     if not lengths or min(lengths) < 1:
@@ -69,8 +71,8 @@ def document_boundaries(seq_lens: Sequence[int], device: torch.device) -> dict[s
         return {"seq_lens": lengths}
     host = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).pin_memory()
     boundaries = host.to(device, non_blocking=True)
-    torch._dynamo.maybe_mark_dynamic(boundaries, 0)
-    return {"cu_seq_lens": boundaries, "max_seq_len": max(128, 1 << (max(lengths) - 1).bit_length())}
+    found = {"cu_seq_lens": boundaries, "max_seq_len": -(-max(lengths) // QUERY_BLOCK) * QUERY_BLOCK}
+    return found if kernel == "flash2" else {**found, "attention_kernel": kernel}
 
 
 def packed_attention(
@@ -85,6 +87,7 @@ def packed_attention(
     seq_lens: Sequence[int] | None = None,
     cu_seq_lens: torch.Tensor | None = None,
     max_seq_len: int | None = None,
+    attention_kernel: Kernel = "flash2",
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
@@ -105,7 +108,7 @@ def packed_attention(
     special = softcap is not None or s_aux is not None
     if cu_seq_lens is not None and max_seq_len is not None:
         if not special and dropout == 0.0 and query.dtype in FLASH_DTYPES:
-            return varlen_attention(query, key, value, cu_seq_lens, max_seq_len, scaling, sliding_window), None
+            return varlen_attention(query, key, value, cu_seq_lens, max_seq_len, scaling, sliding_window, attention_kernel), None
         seq_lens = cu_seq_lens.diff().tolist()
     if seq_lens is None:
         raise ConfigError(

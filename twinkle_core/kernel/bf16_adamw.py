@@ -1,8 +1,9 @@
-"""AdamW for parameters kept in bf16 that loses no update. Imports torch.
+"""AdamW for parameters kept in bf16, by default without losing an update. Imports torch.
 
 A bf16 parameter of 1.0 does not change when 0.001 is added. Here each parameter has a float32 value, of which the model
 sees the bf16 rounding; the 16 bits that the rounding took are kept beside it. So the float32 value costs two bytes more,
-not four more, and the parameter cannot drift from it. All of a parameter's update is one kernel on a GPU.
+not four more, and the parameter cannot drift from it. All of a parameter's update, the gradient's clipping included, is
+one kernel on a GPU.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ import torch
 
 from twinkle_core.errors import ConfigError
 
-STATE_NAMES = ("low_bits", "exp_avg", "exp_avg_sq")
+MOMENTS = {"float32": torch.float32, "bf16": torch.bfloat16}
 
 
-class SplitAdamW:
+class Bf16AdamW:
     """AdamW (https://arxiv.org/abs/1711.05101, decoupled decay) over named bf16 parameters; its state exists from the start.
 
-    Bytes a parameter besides parameter and gradient: 2 for `low_bits`, and 4 or 2 for each moment. A second moment in bf16
-    stands still for beta2 above about 0.99 (its change rounds away), so that is refused.
+    Bytes a parameter besides parameter and gradient: 2 for the low bits, and 4 or 2 for each moment. `keep_float32=False`
+    saves the low bits and loses small updates. A second moment in bf16 stands still for beta2 above about 0.99 (its
+    change rounds away), so that is refused.
     """
 
     def __init__(
@@ -33,24 +35,22 @@ class SplitAdamW:
         weight_decay: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        moment_dtype: torch.dtype = torch.float32,
+        moments: str = "float32",
+        keep_float32: bool = True,
     ) -> None:
         wrong = [f"{name} {parameter.dtype}" for name, parameter in parameters.items() if parameter.dtype != torch.bfloat16]
         if wrong:
-            raise ConfigError(f"SplitAdamW takes bf16 parameters, not {wrong[:3]}; others need torch's AdamW")
-        if moment_dtype not in (torch.float32, torch.bfloat16):
-            raise ConfigError(f"moments in {moment_dtype}; known: float32, bfloat16")
-        if moment_dtype == torch.bfloat16 and betas[1] > 0.99:
-            raise ConfigError(f"a second moment in bf16 does not move with beta2={betas[1]}; use 0.99 or less, or float32 moments")
+            raise ConfigError(f"Bf16AdamW takes bf16 parameters, not {wrong[:3]}; others need torch's AdamW")
+        if moments not in MOMENTS:
+            raise ConfigError(f"moments are {moments!r}; known: {', '.join(MOMENTS)}")
+        if moments == "bf16" and betas[1] > 0.99:
+            raise ConfigError(f"a second moment in bf16 does not move with beta2={betas[1]}; use 0.99 or less, or moments='float32'")
         self.lr, self.weight_decay, self.betas, self.eps = lr, weight_decay, betas, eps
         self.num_steps = 0
         self._parameters = dict(parameters)
+        kinds = {"exp_avg": MOMENTS[moments], "exp_avg_sq": MOMENTS[moments]} | ({"low_bits": torch.int16} if keep_float32 else {})
         self._state = {
-            name: {
-                "low_bits": torch.zeros_like(parameter, dtype=torch.int16),
-                "exp_avg": torch.zeros_like(parameter, dtype=moment_dtype),
-                "exp_avg_sq": torch.zeros_like(parameter, dtype=moment_dtype),
-            }
+            name: {key: torch.zeros_like(parameter, dtype=dtype, requires_grad=False) for key, dtype in kinds.items()}
             for name, parameter in self._parameters.items()
         }
 
@@ -71,16 +71,18 @@ class SplitAdamW:
                 factor = torch.ones((), device=device) if grad_factor is None else grad_factor.to(device)
                 sent[device] = factor, torch.tensor(numbers, pin_memory=device.type == "cuda").to(device, non_blocking=True)
             update = _compiled() if device.type == "cuda" else adamw_update
-            flat = (tensor.view(-1) for tensor in (parameter.detach(), *(state[key] for key in STATE_NAMES), parameter.grad))
-            update(*flat, *sent[device])
+            flat = {key: tensor.view(-1) for key, tensor in state.items()}
+            update(parameter.detach().view(-1), parameter.grad.reshape(-1), *sent[device], **flat)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The live state: `<parameter>.low_bits` (int16), `<parameter>.exp_avg`, `<parameter>.exp_avg_sq`."""
-        return {f"{name}.{key}": self._state[name][key] for name in self._parameters for key in STATE_NAMES}
+        """The live state: `<parameter>.exp_avg`, `<parameter>.exp_avg_sq` and, where kept, `<parameter>.low_bits` (int16)."""
+        return {f"{name}.{key}": tensor for name, state in self._state.items() for key, tensor in state.items()}
 
     def float32_value(self, name: str) -> torch.Tensor:
-        """The float32 value of parameter `name`, of which the parameter is the rounding."""
-        return join_bits(self._parameters[name].detach(), self._state[name]["low_bits"])
+        """The value of parameter `name`, of which the parameter is the rounding; the parameter's own where no low bits are kept."""
+        low_bits = self._state[name].get("low_bits")
+        parameter = self._parameters[name].detach()
+        return parameter.float() if low_bits is None else join_bits(parameter, low_bits)
 
 
 def join_bits(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
@@ -98,23 +100,27 @@ def split_bits(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def adamw_update(
     parameter: torch.Tensor,
-    low_bits: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
     grad: torch.Tensor,
     grad_factor: torch.Tensor,
     numbers: torch.Tensor,
+    *,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    low_bits: torch.Tensor | None = None,
 ) -> None:
-    """One AdamW update in place, over flat tensors of one parameter; `numbers` float32 [7] as `SplitAdamW.step` lists them."""
+    """One AdamW update in place, over flat tensors of one parameter; `numbers` float32 [7] as `Bf16AdamW.step` lists them."""
     lr, decay, beta1, beta2, eps, correction1, correction2 = numbers.unbind()
     gradient = grad.float() * grad_factor
     first = beta1 * exp_avg.float() + (1.0 - beta1) * gradient
     second = beta2 * exp_avg_sq.float() + (1.0 - beta2) * gradient * gradient
-    value = join_bits(parameter, low_bits) * (1.0 - lr * decay)
+    value = (parameter.float() if low_bits is None else join_bits(parameter, low_bits)) * (1.0 - lr * decay)
     value = value - lr * (first / correction1) / ((second / correction2).sqrt() + eps)
-    high, low = split_bits(value)
-    parameter.copy_(high)
-    low_bits.copy_(low)
+    if low_bits is None:
+        parameter.copy_(value)
+    else:
+        high, low = split_bits(value)
+        parameter.copy_(high)
+        low_bits.copy_(low)
     exp_avg.copy_(first)
     exp_avg_sq.copy_(second)
 
