@@ -49,6 +49,8 @@ class AdaptersWorker(CheckpointWorker):
         self.model, self.folder = load_model(spec, self.device, on_meta=self.placement.needs_meta)
         self.forwards = Forward(self.model, self.placement, self.device, self._precision)
         self.states = {"": self._new_state(None, 1)}
+        if self.placement.needs_meta:
+            self.place()  # an adapter takes its start from real weights
         return self.placement.data_rank, self.placement.data_world_size
 
     def _new_state(self, adapter: Adapter | None, accumulation: int) -> AdapterState:
@@ -77,7 +79,7 @@ class AdaptersWorker(CheckpointWorker):
             self.load_weights(state, saved, adapter_name)  # before the model is placed: refused in time
         self.states = {adapter_name: state} if first else {**self.states, adapter_name: state}
         self._active = state
-        if first and (half := compute_type(self._precision, self.device)) is not torch.float32:
+        if first and not self._placed and (half := compute_type(self._precision, self.device)) is not torch.float32:
             adapted = {id(parameter) for parameter in adapter.parameters().values()}
             for parameter in self.model.parameters():
                 if id(parameter) not in adapted and parameter.ndim >= 2:
