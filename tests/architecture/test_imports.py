@@ -22,6 +22,8 @@ NOT_LIGHT = {
     "twinkle_core.evaluator.run": "runs a model",
     "twinkle_core.checkpoint.export": "merges weights",
     "twinkle_core.trainer.": "drives a model",
+    "twinkle_core.cookbook.sft_": "programs that train",
+    "twinkle_core.cookbook.resume_": "a program that trains",
     "tasks.": "Prefect tasks",
     "flows.": "Prefect flows",
 }

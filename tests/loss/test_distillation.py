@@ -46,6 +46,9 @@ def test_forward_kl_has_the_gradient_of_cross_entropy() -> None:
 def test_temperature_divides_the_logits_of_both() -> None:
     # at temperature 0.5 the teacher is 9 : 1
     assert loss_of(beta=0.0, temperature=0.5).loss_sum.item() == pytest.approx(kl((0.9, 0.1), S))
+    # and a student of 2 : 1 is 4 : 1
+    student = torch.tensor([[math.log(2), 0.0]], dtype=torch.float64)
+    assert loss_of(student=student, beta=0.0, temperature=0.5).loss_sum.item() == pytest.approx(kl((0.9, 0.1), (0.8, 0.2)))
 
 
 def test_the_teachers_likeliest_tokens_only() -> None:

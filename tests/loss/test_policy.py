@@ -75,6 +75,10 @@ def test_gspo() -> None:
     assert output.loss_sum.item() == pytest.approx(-2 * ratio + 0.8)
     assert gradient(output) == pytest.approx([-ratio, -ratio, 0.0])
 
+    # with 2 and 1 each token is pushed by its own advantage: -r A_t / 2
+    tokens = replace(INPUTS, token_advantages=torch.tensor([2.0, 1.0, -1.0], dtype=torch.float64))
+    assert gradient(loss_of("GSPOLoss", tokens)) == pytest.approx([-ratio, -ratio / 2, 0.0])
+
 
 def test_sapo() -> None:
     def gate(ratio: float, tau: float) -> float:

@@ -277,3 +277,11 @@ def test_the_settings_can_be_read(folder: Path) -> None:
     assert model.get_peft_config_dict()["r"] == 8 and shown["adapter_config"]["lora_alpha"] == 32
     with pytest.raises(ConfigError, match="there is no adapter"):
         TransformersModel(folder).get_peft_config_dict()
+
+
+def test_an_upload_goes_to_the_hub_that_is_there_and_needs_a_folder(folder: Path, tmp_path: Path) -> None:
+    model = build(folder)
+    with pytest.raises(ConfigError, match="hub_model_id is 'ms://org/name'; only hf://"):
+        model.upload_to_hub(tmp_path, "ms://org/name")
+    with pytest.raises(ConfigError, match=r"nowhere does not exist on the machine of worker 0"):
+        model.upload_to_hub(tmp_path / "nowhere", "org/name")

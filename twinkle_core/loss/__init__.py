@@ -45,6 +45,8 @@ def build_loss(
 ) -> Callable[[LossInputs, ModelOutputs], LossOutput]:
     """The loss that is meant: a name or a class, made with the arguments; a callable (inputs, outputs) -> `LossOutput` as it is.
 
+    Names are those of Twinkle, https://github.com/modelscope/twinkle, and a few more.
+
     Raises `ConfigError` for an unknown name (naming the known) and for arguments that it does not take.
     A callable without `needs`, as `Loss.needs`, is given log-probabilities only.
     """

@@ -15,7 +15,7 @@ from twinkle_core.loss.grpo import GRPOLoss
 class BNPOLoss(GRPOLoss):
     """GRPO's token losses, a mean over all tokens of the global batch: each token counts alike, however long its sequence.
 
-    https://arxiv.org/abs/2503.14476, eq. 8 (DAPO's token-level loss). Twinkle and TRL divide by the tokens of the local batch.
+    https://arxiv.org/abs/2503.14476 (DAPO's token-level loss). Twinkle and TRL divide by the tokens of the local batch.
     """
 
     unit: ClassVar[Unit] = "token"

@@ -14,7 +14,7 @@ from twinkle_core.loss.grpo import GRPOLoss
 
 @dataclass(frozen=True, kw_only=True)
 class CISPOLoss(GRPOLoss):
-    """-sg(clip(r, 1 - epsilon_low, 1 + epsilon_high)) A log pi, a mean over the batch's tokens; https://arxiv.org/abs/2506.13585, eq. 4, 5.
+    """-sg(clip(r, 1 - epsilon_low, 1 + epsilon_high)) A log pi, a mean over the batch's tokens; https://arxiv.org/abs/2506.13585.
 
     Without `epsilon_low` there is no lower bound: the paper's practice, and the form min(r, 1 + epsilon_high). The other form in use,
     min(r, epsilon_max) of https://arxiv.org/abs/2510.13786, is epsilon_high = epsilon_max - 1. Twinkle ignores epsilon_high.

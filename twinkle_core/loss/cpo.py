@@ -15,7 +15,7 @@ from twinkle_core.loss.preference import PreferenceLoss
 class CPOLoss(PreferenceLoss):
     """-log sigmoid(beta (lp_c - lp_r)) - bc_coef lp_c, a mean over pairs; lp are log-likelihoods summed over a document's tokens.
 
-    https://arxiv.org/abs/2401.08417, eq. 5, where both terms are expectations over pairs of log pi(y|x).
+    https://arxiv.org/abs/2401.08417, where both terms are expectations over pairs of log pi(y|x).
     """
 
     beta: float = 0.1

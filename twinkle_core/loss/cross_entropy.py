@@ -19,7 +19,7 @@ CHUNK_ELEMENTS = 1 << 22
 class CrossEntropyLoss(Loss):
     """-w log p(label), a mean over the tokens' weights w. https://pytorch.org/docs/stable/generated/torch.nn.functional.cross_entropy.html
 
-    With `dft` each token counts -w sg(p) log p, sg stopping the gradient: dynamic fine-tuning, https://arxiv.org/abs/2508.05629, eq. 9.
+    With `dft` each token counts -w sg(p) log p, sg stopping the gradient: dynamic fine-tuning, https://arxiv.org/abs/2508.05629.
     """
 
     reduction: Literal["mean", "sum"] = "mean"

@@ -20,8 +20,8 @@ class DPOLoss(PreferenceLoss):
     """A mean over pairs, of the margin m = (pi_c - ref_c) - (pi_r - ref_r) of log-likelihoods summed over tokens.
 
     - sigmoid: -(1 - e) log sigmoid(beta m) - e log sigmoid(-beta m), e the `label_smoothing`. https://arxiv.org/abs/2305.18290, eq. 7;
-      with e https://ericmitchell.ai/cdpo.pdf, eq. 3.
-    - hinge: max(0, 1 - beta m). https://arxiv.org/abs/2309.06657, eq. 11 (SLiC https://arxiv.org/abs/2305.10425 with a reference).
+      with e https://ericmitchell.ai/cdpo.pdf.
+    - hinge: max(0, 1 - beta m). https://arxiv.org/abs/2309.06657 (SLiC https://arxiv.org/abs/2305.10425 with a reference).
     - ipo: (m - 1 / (2 beta))^2. https://arxiv.org/abs/2310.12036, eq. 17. Twinkle squares beta m - 1 / (2 beta): beta enters twice.
     - kto_pair: the mean of 1 - sigmoid(beta (pi_c - ref_c - z)) and 1 - sigmoid(beta (z - pi_r + ref_r)), z = `LossInputs.kl`, 0
       without it. https://arxiv.org/abs/2402.01306, eq. 8, on pairs.

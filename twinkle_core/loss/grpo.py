@@ -19,7 +19,7 @@ class GRPOLoss(Loss):
     """-min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A) + beta k3 - entropy_coef H; https://arxiv.org/abs/2402.03300, eq. 3 and 4.
 
     A mean over the tokens of a sequence, then over sequences. r = exp(log_probs - old_log_probs); k3 = exp(d) - d - 1 with
-    d = ref - log_probs, http://joschu.net/blog/kl-approx.html; H is the entropy. `epsilon_high`: https://arxiv.org/abs/2503.14476, eq. 10.
+    d = ref - log_probs, http://joschu.net/blog/kl-approx.html; H is the entropy. `epsilon_high`: https://arxiv.org/abs/2503.14476.
     A token of weight w counts w times. Sequences without a supervised token count neither in the sum nor in the number.
     """
 

@@ -12,9 +12,9 @@ from twinkle_core.loss.grpo import GRPOLoss
 
 @dataclass(frozen=True, kw_only=True)
 class GSPOLoss(GRPOLoss):
-    """GRPO with r = exp(mean over the sequence's tokens of log_probs - old_log_probs); https://arxiv.org/abs/2507.18071, eq. 5 and 7.
+    """GRPO with r = exp(mean over the sequence's tokens of log_probs - old_log_probs); https://arxiv.org/abs/2507.18071.
 
-    Where tokens have advantages of their own, r_t = sg(r) pi_t / sg(pi_t) (GSPO-token, eq. 13 and 14). The paper clips at about
+    Where tokens have advantages of their own, r_t = sg(r) pi_t / sg(pi_t) (GSPO-token). The paper clips at about
     epsilon 3e-4 and epsilon_high 4e-4: a mean log-ratio is far smaller than a token's. The defaults are GRPO's, as in Twinkle.
     """
 

@@ -12,7 +12,7 @@ from twinkle_core.loss.grpo import GRPOLoss
 
 @dataclass(frozen=True, kw_only=True)
 class SAPOLoss(GRPOLoss):
-    """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A; https://arxiv.org/abs/2511.20347, eq. 5 and 6.
+    """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A; https://arxiv.org/abs/2511.20347.
 
     A mean over tokens, then over sequences. epsilon and epsilon_high have no effect here. The paper takes tau_neg 1.05, Twinkle 1.
     """

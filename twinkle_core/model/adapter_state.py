@@ -37,6 +37,8 @@ class AdapterState:
         """Of training calls, and of `forward_only`."""
         self._placement = placement
         self.set_parameters(parameters)
+        self.waiting: Mapping[str, torch.Tensor] | None = None
+        """Weights of an adapter whose parameters have no memory before the model is placed."""
         self.optimizer: Optimizer | None = None
         self.schedule: Schedule | None = None
         self.scaler: LossScaler | None = None

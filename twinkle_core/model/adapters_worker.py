@@ -77,6 +77,7 @@ class AdaptersWorker(CheckpointWorker):
         state = self._new_state(adapter, accumulation)
         if saved is not None:
             self.load_weights(state, saved, adapter_name)  # before the model is placed: refused in time
+            state.waiting = saved if self.placement.needs_meta else None
         self.states = {adapter_name: state} if first else {**self.states, adapter_name: state}
         self._active = state
         if first and not self._placed and (half := compute_type(self._precision, self.device)) is not torch.float32:
@@ -109,6 +110,9 @@ class AdaptersWorker(CheckpointWorker):
         self.placement.place(self.model, self.folder)
         for state in self.states.values():
             state.set_parameters(dict(self.model.named_parameters()) if state.adapter is None else state.adapter.parameters())
+            if state.waiting is not None:
+                self.placement.scatter(state.waiting, state.parameters)
+                state.waiting = None
         self._placed = True
 
     def set_optimizer(self, optimizer_cls: Any, arguments: Mapping[str, Any], adapter_name: str | None) -> None:
