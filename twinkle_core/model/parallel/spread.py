@@ -15,7 +15,13 @@ from twinkle_core.errors import ConfigError
 from twinkle_core.kernel import packed_attention
 from twinkle_core.model.parallel import ring, sequence, ulysses
 from twinkle_core.model.parallel.expert_parallel import spread_experts
-from twinkle_core.model.parallel.fully_sharded import ShardingSettings, checkpoint_activations, settings_from, shard_module, shard_parameters
+from twinkle_core.model.parallel.fully_sharded import (
+    ShardingSettings,
+    checkpoint_activations,
+    settings_from,
+    shard_module,
+    shard_parameters,
+)
 from twinkle_core.model.parallel.layout import Layout, Mesh
 from twinkle_core.model.parallel.sharded_gradients import ShardedGradients
 from twinkle_core.model.parallel.sharded_loading import fill
