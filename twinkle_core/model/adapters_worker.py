@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from twinkle_core.model.grad_scaler import LossScaler
 from twinkle_core.model.loading import load_model
 from twinkle_core.model.losses import LossFunction, needs_of
 from twinkle_core.model.optimizer import Schedule
+from twinkle_core.model.parallel.late_adapters import check_late, whole_shapes
 from twinkle_core.model.placement import open_placement
 from twinkle_core.model.seeding import derive_seed
 from twinkle_core.model.spec import ModelSpec
@@ -73,7 +75,11 @@ class AdaptersWorker(CheckpointWorker):
         if isinstance(config, str):
             config, saved = read_adapter(config)
         beside = None if first else next(iter(self.states.values())).adapter
-        adapter = Adapter(self.model, adapter_name, config, derive_seed(self._seed, "adapter"), beside=beside, is_trainable=is_trainable)
+        seed = derive_seed(self._seed, "adapter")
+        if self._placed:
+            check_late(config)
+        with whole_shapes(self.model) if self._placed else nullcontext():
+            adapter = Adapter(self.model, adapter_name, config, seed, beside=beside, is_trainable=is_trainable)
         state = self._new_state(adapter, accumulation)
         if saved is not None:
             self.load_weights(state, saved, adapter_name)  # before the model is placed: refused in time
