@@ -18,6 +18,8 @@ OPEN_ARGUMENTS: dict[str, str] = {
     "twinkle_core/types.py advance": "facts to show, under the names the caller gives them",
     "tasks/console.py advance": "implements Progress.advance",
     "tasks/track.py advance": "implements Progress.advance",
+    "twinkle_core/model/parallel/ulysses.py attention": "transformers calls attention functions with what it likes",
+    "twinkle_core/model/parallel/ring.py attention": "transformers calls attention functions with what it likes",
     "twinkle_core/kernel/packed_attention.py packed_attention": "transformers calls attention functions with what it likes",
     "twinkle_core/model/transformers.py __init__": "settings of the model's transformers configuration",
     "twinkle_core/model/transformers.py forward_backward": "inputs of the loss, of a closed list of names",
