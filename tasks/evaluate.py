@@ -21,7 +21,7 @@ from twinkle_core.hub.resolve import ModelSource
 
 STAGE = Stage(
     name="evaluate",
-    version=2,
+    version=3,
     modules=(
         "twinkle_core.evaluator.generate",
         "twinkle_core.evaluator.held_out_loss",

@@ -17,7 +17,7 @@ from tasks.step import Produced, Stage, Wanted, run_step
 from twinkle_core.config import ExportConfig, ModelConfig, TemplateConfig
 from twinkle_core.hub.resolve import ModelSource
 
-STAGE = Stage(name="export", version=1, modules=("twinkle_core.checkpoint.export", "twinkle_core.checkpoint.export_files"))
+STAGE = Stage(name="export", version=2, modules=("twinkle_core.checkpoint.export", "twinkle_core.checkpoint.export_files"))
 
 
 def wanted_model(base: ModelSource, config: ExportConfig, template: TemplateConfig, checkpoint: ArtifactRef) -> Wanted:

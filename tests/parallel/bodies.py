@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from tests.parallel.models import row
 from twinkle_core.loss.cross_entropy import token_losses
-from twinkle_core.model.loading import load_base
+from twinkle_core.model.loading import load_model
 from twinkle_core.model.parallel.fully_sharded import ShardingSettings
 from twinkle_core.model.parallel.layout import Layout
-from twinkle_core.model.parallel.sharded_loading import build_empty
 from twinkle_core.model.parallel.spread import Spread
+from twinkle_core.model.spec import ModelSpec
 from twinkle_core.processor.base import InputProcessor
 from twinkle_core.types import IGNORE, PackedRow
 
@@ -57,7 +57,7 @@ def accumulate(model: torch.nn.Module, placement: Spread, gradients: Any, micro_
 
 def built(rank: int, folder: Path, layout: Layout, settings: ShardingSettings) -> tuple[Any, Spread]:
     placement = Spread(rank, layout, settings, CPU)
-    model = build_empty(folder) if placement.needs_meta else load_base(folder, CPU)
+    model, _ = load_model(ModelSpec(model_id=str(folder)), CPU, on_meta=placement.needs_meta)
     placement.place(model, folder)
     return model, placement
 

@@ -88,7 +88,8 @@ def test_two_ranks_to_one_to_two(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_four_ranks_to_two_to_one_to_three(folder: Path, tmp_path: Path) -> None:
-    layouts = [Layout.from_sizes(dp=2, fsdp=2), Layout.from_sizes(fsdp=2), Layout.from_sizes(), Layout.from_sizes(fsdp=3)]
+    sizes = [{"dp": 2, "fsdp": 2}, {"fsdp": 2}, {}, {"fsdp": 3}, {"fsdp": 2, "tp": 2}, {"tp": 2}]
+    layouts = [Layout.from_sizes(**given) for given in sizes]
     chain(folder, tmp_path, layouts)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from twinkle_core.model.grad_scaler import LossScaler
 from twinkle_core.model.loading import load_model
 from twinkle_core.model.losses import LossFunction, needs_of
 from twinkle_core.model.optimizer import Schedule
+from twinkle_core.model.parallel.late_adapters import check_late, whole_shapes
 from twinkle_core.model.placement import open_placement
 from twinkle_core.model.seeding import derive_seed
 from twinkle_core.model.spec import ModelSpec
@@ -49,6 +51,8 @@ class AdaptersWorker(CheckpointWorker):
         self.model, self.folder = load_model(spec, self.device, on_meta=self.placement.needs_meta)
         self.forwards = Forward(self.model, self.placement, self.device, self._precision)
         self.states = {"": self._new_state(None, 1)}
+        if self.placement.needs_meta:
+            self.place()  # an adapter takes its start from real weights
         return self.placement.data_rank, self.placement.data_world_size
 
     def _new_state(self, adapter: Adapter | None, accumulation: int) -> AdapterState:
@@ -71,14 +75,18 @@ class AdaptersWorker(CheckpointWorker):
         if isinstance(config, str):
             config, saved = read_adapter(config)
         beside = None if first else next(iter(self.states.values())).adapter
-        adapter = Adapter(self.model, adapter_name, config, derive_seed(self._seed, "adapter"), beside=beside, is_trainable=is_trainable)
+        seed = derive_seed(self._seed, "adapter")
+        if self._placed:
+            check_late(config)
+        with whole_shapes(self.model) if self._placed else nullcontext():
+            adapter = Adapter(self.model, adapter_name, config, seed, beside=beside, is_trainable=is_trainable)
         state = self._new_state(adapter, accumulation)
         if saved is not None:
             self.load_weights(state, saved, adapter_name)  # before the model is placed: refused in time
             state.waiting = saved if self.placement.needs_meta else None
         self.states = {adapter_name: state} if first else {**self.states, adapter_name: state}
         self._active = state
-        if first and (half := compute_type(self._precision, self.device)) is not torch.float32:
+        if first and not self._placed and (half := compute_type(self._precision, self.device)) is not torch.float32:
             adapted = {id(parameter) for parameter in adapter.parameters().values()}
             for parameter in self.model.parameters():
                 if id(parameter) not in adapted and parameter.ndim >= 2:

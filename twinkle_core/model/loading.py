@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from twinkle_core.errors import ConfigError
@@ -27,7 +29,7 @@ def load_base(folder: str | Path, device: torch.device) -> PreTrainedModel:
 def load_model(spec: ModelSpec, device: torch.device, *, on_meta: bool = False) -> tuple[PreTrainedModel, Path | None]:
     """The model that `spec` describes, as `load_base` gives it, and the folder of its weights, if it has one.
 
-    Weights that are not read are drawn from `spec.seed`. `on_meta` builds it without memory and reads no weights.
+    Weights that are not read are drawn from `spec.seed`. `on_meta` gives parameters no memory and reads no weights; buffers are real.
     """
     model_class = class_of(spec.model_cls)
     folder = None if spec.model_id is None else _folder(spec.model_id, spec.cache_dir)
@@ -37,9 +39,11 @@ def load_model(spec: ModelSpec, device: torch.device, *, on_meta: bool = False) 
         return _ready(_read(model_class, folder, config), device), folder
     build: Any = model_class.from_config if hasattr(model_class, "from_config") else model_class._from_config
     torch.manual_seed(spec.seed)
-    with torch.device("meta" if on_meta else "cpu"):
+    with init_empty_weights(include_buffers=False) if on_meta else nullcontext():
         model = build(config, dtype=torch.float32, attn_implementation=packed_attention.register())
-    return _ready(model, torch.device("meta") if on_meta else device), folder
+    if on_meta:
+        model.tie_weights()  # the context gave each name a parameter of its own
+    return _ready(model, None if on_meta else device), folder
 
 
 def class_of(model_cls: Any) -> Any:
@@ -93,11 +97,12 @@ def _read(model_class: Any, folder: Path, config: PreTrainedConfig) -> PreTraine
     return model
 
 
-def _ready(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+def _ready(model: PreTrainedModel, device: torch.device | None) -> PreTrainedModel:
     packed_attention.check_supported(type(model), model.config)
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         raise ConfigError(f"{type(model).__name__} is no causal language model: its forward pass has no logits_to_keep")
     model.config.use_cache = False
-    torch.nn.Module.to(model, device)
+    if device is not None:
+        torch.nn.Module.to(model, device)
     model.train()
     return model

@@ -60,6 +60,9 @@ class Placement(Protocol):
     takes_adapters_late: bool
     """Adapters may still be added once the model is placed."""
 
+    cuts_rows: bool
+    """A rank computes some positions of each row alone, so that nothing a row is asked for as a whole is known to it."""
+
     def place(self, model: PreTrainedModel, folder: Path | None) -> None:
         """Collective. Changes `model`, adapters included, in place, before its first use. `folder` holds its weights, if any does.
 
@@ -95,6 +98,7 @@ class Replicated:
     joins_all = False
     needs_meta = False
     takes_adapters_late = True
+    cuts_rows = False
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank = rank

@@ -61,6 +61,7 @@ class TransformersWorker(AdaptersWorker):
         returned: Sequence[str],
     ) -> list[tuple[int, list[dict[str, Any]]]]:
         """Keeps the graphs for `calculate_loss`. Gives (position of the micro-batch in the call, what was asked for of each row)."""
+        self._refuse_cut("forward")
         state = self._activated(adapter_name)
         answers = []
         for index, micro_batch in self._numbered(state, micro_batches, num_micro_batches):
@@ -94,6 +95,11 @@ class TransformersWorker(AdaptersWorker):
                 if part.loss is not None:
                     self._backward(pending.state, part.loss)
         self._close_call(pending.state, pending.parts, pending.num_micro_batches)
+
+    def _refuse_cut(self, method: str) -> None:
+        """On every rank, before any of them waits for another."""
+        if self.placement.cuts_rows:
+            raise ConfigError(f"the mesh cuts rows over ranks (ulysses_size, cp_size), and {method} answers for whole rows: use fsdp_size")
 
     def _metrics(self, state: AdapterState, is_training: bool = True) -> list[Any]:
         """Those that this rank keeps: of the ranks that share rows, one counts them."""
@@ -192,6 +198,7 @@ class TransformersWorker(AdaptersWorker):
         returned: Sequence[str],
     ) -> list[tuple[int, list[dict[str, Any]]]]:
         """(Position of the micro-batch, what each row is given), without dropout."""
+        self._refuse_cut("forward_only")
         self.place()
         state = (
             self._activated(adapter_name) if adapter_name or len(self.states) == 1 or not disable_lora else next(iter(self.states.values()))

@@ -27,6 +27,7 @@ class Mesh(Protocol):
     mesh_dim_names: tuple[str, ...] | None
     ulysses_size: int | None
     ep_size: int | None
+    etp_size: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +72,8 @@ class Layout:
         for name, size in zip(names, mesh.mesh.shape, strict=True):
             if size > 1 and name not in AXES:
                 raise ConfigError(f"{name}_size is {size}: transformers models are spread along {', '.join(AXES)}, ulysses and ep only")
+        if (mesh.etp_size or 1) > 1:
+            raise ConfigError(f"etp_size is {mesh.etp_size}: experts of transformers models are not split inside, use ep_size")
         used = [index for index, name in enumerate(names) if name in AXES]
         squeezed = mesh.mesh.reshape([mesh.mesh.shape[index] for index in used])
         order = sorted(range(len(used)), key=lambda index: AXES.index(names[used[index]]))

@@ -8,33 +8,16 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from twinkle_core.errors import ConfigError, DamagedError, TwinkleError
-from twinkle_core.kernel import packed_attention
-from twinkle_core.model.base_config import load_config
 from twinkle_core.model.loading import load_base
 from twinkle_core.model.parallel.whole_tensors import local_slices
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-
-
-def build_empty(folder: str | Path) -> PreTrainedModel:
-    """The model of the folder's config in training mode: parameters without memory, buffers real, tied weights one parameter."""
-    config = load_config(folder)
-    with init_empty_weights(include_buffers=False):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation=packed_attention.register(), trust_remote_code=False
-        )
-    model.tie_weights()  # type: ignore[no-untyped-call]  # the context gave each name a parameter of its own
-    packed_attention.check_supported(type(model), model.config)
-    model.config.use_cache = False
-    model.train()
-    return model
 
 
 def weight_files(folder: str | Path) -> dict[str, Path]:

@@ -72,6 +72,7 @@ class Spread:
         self.data_rank = layout.data_rank(rank)
         self.data_world_size = layout.data_world_size
         self.leads = layout.is_first_of_slice(rank)
+        self.cuts_rows = layout.sequence_size > 1
         self.takes_adapters_late = layout.size("tp") == 1
         self.needs_meta = settings.memory_efficient_init
         self._form: sequence.Form = "ring" if layout.size("cp") > 1 else "ulysses"

@@ -1,9 +1,9 @@
 """Layers split over ranks, by the plan that transformers gives a model (`model.tp_plan`). Imports torch.
 
-Megatron's form (https://arxiv.org/abs/1909.08053): a column-wise layer gives each rank some of its outputs, a row-wise one takes them
-and sums what the ranks have. Activations between such pairs are the same on every rank, and so are the loss and the gradients of
-parameters that are not split. The plans are transformers', the computation is ours: theirs adds gradients of
-`replicated_with_grad_allreduce` again with each backward pass of an accumulation.
+Megatron's form (https://arxiv.org/abs/1909.08053): a column-wise layer gives each rank some of its outputs, a row-wise one takes
+them and sums what the ranks have. Activations between such pairs are the same on every rank, and so are the loss and the gradients
+of parameters that are not split. The plans are transformers', the computation is ours: in theirs, what a backward pass adds to the
+gradients of `replicated_with_grad_allreduce` is summed again with each later one of an accumulation.
 """
 
 from __future__ import annotations
