@@ -25,7 +25,7 @@ SETTINGS = ShardingSettings()
 def state(rank: int, folder: Path, layout: Layout) -> tuple[Any, Any, Optimizer, dict[str, torch.Tensor]]:
     model, placement = built(rank, folder, layout, SETTINGS)
     parameters = dict(model.named_parameters())
-    optimizer = Optimizer("AdamW", parameters, lr=0.01, weight_decay=0.1, betas=(0.9, 0.99), eps=1e-8)
+    optimizer = Optimizer("AdamW", parameters, {"lr": 0.01, "weight_decay": 0.1, "betas": (0.9, 0.99), "eps": 1e-8})
     tensors = {**parameters, **{f"optimizer.{name}": tensor for name, tensor in optimizer.tensors().items()}}
     return model, placement, optimizer, tensors
 
@@ -43,7 +43,7 @@ def train(rank: int, folder: Path, layout: Layout, start: Path | None, end: Path
     for _ in range(num_steps):
         accumulate(model, placement, gradients, packed_micro_batches(3))
         gradients.normalise_and_clip(gradients.reduce(), 1.0)
-        optimizer.step(0.01)
+        optimizer.step()
         gradients.zero()
     if end is not None:
         write_parts(end, tensors, rank, layout.world_size)

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from twinkle_core.errors import DamagedError, DataError
 from twinkle_core.model.checkpoint_files import read_json, sync, write_json
-from twinkle_core.model.parallel.whole_tensors import is_first_holder, local_part, local_slices
+from twinkle_core.model.parallel.whole_tensors import local_part, local_slices
 
 INDEX = "index.json"
 
@@ -40,33 +40,59 @@ def write_parts(folder: Path, tensors: Mapping[str, torch.Tensor], rank: int, wo
 
     A part that several ranks hold is written by one of them. Errors of the disk are raised on every rank.
     """
-    file = f"part-{rank:05d}-of-{world_size:05d}.safetensors"
-    mine = {name: tensor for name, tensor in tensors.items() if is_first_holder(tensor, rank) and local_part(tensor).numel()}
+    owners = _owners(tensors, rank, world_size)
+    file = _file_of(rank, world_size)
+    mine = {name for (name, _), (owner, _) in owners.items() if owner == rank}
     error: OSError | None = None
     try:
-        save_file({name: local_part(tensor).detach().cpu().contiguous() for name, tensor in mine.items()}, folder / file, {"format": "pt"})
+        parts = {name: local_part(tensor).detach().cpu().contiguous() for name, tensor in tensors.items() if name in mine}
+        save_file(parts, folder / file, {"format": "pt"})
         sync(folder / file)
+        if rank == 0:
+            entries: dict[str, Any] = {
+                name: {"dtype": str(tensor.dtype), "shape": list(tensor.shape), "parts": []} for name, tensor in sorted(tensors.items())
+            }
+            for (name, start), (owner, shape) in owners.items():
+                entries[name]["parts"].append(asdict(FilePart(file=_file_of(owner, world_size), start=start, shape=shape)))
     except OSError as caught:
         error = caught
-    boxes = {name: (file, [part.start for part in local_slices(tensor)], list(local_part(tensor).shape)) for name, tensor in mine.items()}
-    answers: list[Any] = [(boxes, error)]
-    if world_size > 1:
-        answers = [None] * world_size
-        dist.all_gather_object(answers, (boxes, error))
-    for _, other in answers:
+    for other in _everybodys(error, world_size):
         if other is not None:
             raise other
     if rank == 0:
-        entries: dict[str, Any] = {
-            name: {"dtype": str(tensor.dtype), "shape": list(tensor.shape), "parts": []} for name, tensor in sorted(tensors.items())
-        }
-        for found, _ in answers:
-            for name, (place, start, shape) in found.items():
-                entries[name]["parts"].append(asdict(FilePart(file=place, start=tuple(start), shape=tuple(shape))))
         write_json(folder / INDEX, {"world_size": world_size, "tensors": entries})
         sync(folder / INDEX)
-    if world_size > 1:
-        dist.barrier()
+    _everybodys(None, world_size)
+
+
+Box = tuple[str, tuple[int, ...]]
+"""Name of a tensor and where a part of it begins."""
+
+
+def _owners(tensors: Mapping[str, torch.Tensor], rank: int, world_size: int) -> dict[Box, tuple[int, tuple[int, ...]]]:
+    """Each part → the lowest of the ranks that hold it, which writes it, and its shape."""
+    held: dict[Box, tuple[int, ...]] = {}
+    for name, tensor in tensors.items():
+        if local_part(tensor).numel():
+            held[name, tuple(part.start for part in local_slices(tensor))] = tuple(local_part(tensor).shape)
+    owners: dict[Box, tuple[int, tuple[int, ...]]] = {}
+    for other, boxes in enumerate(_everybodys(held, world_size)):
+        for box, shape in boxes.items():
+            owners.setdefault(box, (other, shape))
+    return owners
+
+
+def _file_of(rank: int, world_size: int) -> str:
+    return f"part-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+def _everybodys(value: Any, world_size: int) -> list[Any]:
+    """The values of all ranks, by rank."""
+    if world_size == 1:
+        return [value]
+    answers: list[Any] = [None] * world_size
+    dist.all_gather_object(answers, value)
+    return answers
 
 
 def read_parts(folder: Path, targets: Mapping[str, torch.Tensor]) -> None:

@@ -36,17 +36,6 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def is_first_holder(tensor: torch.Tensor, rank: int) -> bool:
-    """Whether, of the ranks that hold the same part of `tensor`, this is the one that writes it."""
-    if not isinstance(tensor, DTensor):
-        return rank == 0
-    coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None:
-        return False
-    cut = [isinstance(placement, (Shard, _StridedShard)) for placement in tensor.placements]
-    return all(is_cut or place == 0 for is_cut, place in zip(cut, coordinate, strict=True))
-
-
 @torch.no_grad()
 def gather_whole(tensors: Mapping[str, torch.Tensor], keep: bool) -> dict[str, torch.Tensor]:
     """Contiguous whole copies on the CPU where `keep`, nothing elsewhere. Every rank calls it with the same names, in one order.
