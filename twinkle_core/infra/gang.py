@@ -59,8 +59,9 @@ class Answer:
     """Ray reference of the result."""
     meta: Any
     """Ray reference of its `Meta`, which fails when the call does."""
-    call: list[Answer]
-    """The answers of all workers to the same call."""
+    call: list[tuple[Any, Any]]
+    """`meta` and `value` of all workers' answers to the same call. No cycle may hold a reference: the collector would drop it at any
+    time, in any thread, and Ray ends a process that drops one while it shuts down."""
 
 
 @dataclass(eq=False)
@@ -136,9 +137,11 @@ class Gang:
         """Sends one method to the first `len(arguments)` actors; waits for nothing."""
         self._check_open()
         answers: list[Answer] = []
+        call: list[tuple[Any, Any]] = []
         for rank, args in enumerate(arguments):
             value, meta = getattr(self._actors[rank], host_method).options(num_returns=2).remote(*args)
-            answers.append(Answer(gang=self, rank=rank, what=what, value=value, meta=meta, call=answers))
+            call.append((meta, value))
+            answers.append(Answer(gang=self, rank=rank, what=what, value=value, meta=meta, call=call))
         return answers
 
     def run(self, host_method: str, arguments: Sequence[tuple[Any, ...]], what: str, timeout: float | None = None) -> list[Any]:
@@ -217,7 +220,12 @@ class Gang:
 
     def _check_open(self) -> None:
         if self._closed is not None:
-            raise self._closed
+            raise self._closed_error()
+
+    def _closed_error(self) -> TwinkleError:
+        """A new one each time: a raised one holds the frames that it went through, and with them references of Ray."""
+        kept = self._closed or TrainingError("this worker group was shut down; build a new one")
+        return type(kept)(*kept.args)
 
     def _lose(self, rank: int, what: str, error: Exception) -> NoReturn:
         message = " ".join(str(error).split())
@@ -232,7 +240,7 @@ class Gang:
                 "the group is ended: build a new one and resume from the last checkpoint"
             )
         )
-        raise self._closed or error from None
+        raise self._closed_error() from None
 
     def _time_out(self, missing: list[Answer], num_asked: int, timeout: float) -> NoReturn:
         ranks = ", ".join(str(answer.rank) for answer in missing)
@@ -242,7 +250,7 @@ class Gang:
                 f"{num_asked - len(missing)} answered; the group is ended: build a new one, or allow more time"
             )
         )
-        raise self._closed or AssertionError("closed above")
+        raise self._closed_error()
 
     def _fail(self, answer: Answer, error: RayTaskError) -> NoReturn:
         """Re-raises a worker's own exception; a broken connection to a peer that died is that peer's death."""
@@ -266,15 +274,15 @@ class Gang:
             raise cause
         raise cause from error
 
-    def _drop(self, answers: Sequence[Answer]) -> None:
+    def _drop(self, call: Sequence[tuple[Any, Any]]) -> None:
         """Forgets a call of which one error was told: the others are its like, and Ray would report those that nobody fetched."""
-        for answer in answers:
-            self.watch.outstanding.pop(answer.meta, None)
+        for meta, value in call:
+            self.watch.outstanding.pop(meta, None)
             try:
-                ray.get(answer.meta)
+                ray.get(meta)
             except (RayTaskError, *LOST):
                 with suppress(RayTaskError, *LOST):
-                    ray.get(answer.value)
+                    ray.get(value)
 
     def _all_answered(self) -> bool:
         """Whether every worker is idle again soon after an error: a peer may wait for ever for the one that failed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import subprocess
@@ -74,7 +75,12 @@ class RayLink:
         return self._local is not None
 
     def close(self) -> None:
-        """Ends the Ray that was started here, or leaves the one that was joined. May be called twice."""
+        """Ends the Ray that was started here, or leaves the one that was joined. May be called twice.
+
+        Garbage is collected first: Ray ends the whole process when another thread's collector drops a reference of Ray's while it shuts
+        down, and the frames of a lost worker's error hold some in cycles.
+        """
+        gc.collect()
         if self._joined and ray.is_initialized():
             ray.shutdown()
         if self._local is not None:
