@@ -39,7 +39,7 @@ class Runtime:
     nproc_per_node: int = 8
     """GPUs of a node: a worker takes no more."""
     ncpu_proc_per_node: int = 8
-    """CPU processes of a node."""
+    """Taken for scripts that have it; a node's cores bound its workers."""
     seed: int = 42
     """Seeds this process and each worker."""
     full_determinism: bool = False
