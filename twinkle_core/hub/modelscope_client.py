@@ -15,12 +15,24 @@ def open_modelscope(endpoint: str | None = None, token: str | None = None) -> An
 
     Raises `ConfigError` where it is not installed.
     """
-    if find_spec("modelscope_hub") is None:
-        raise ConfigError("ms:// needs modelscope_hub: run `pip install 'twinkle-flows[data]'`")
+    _check_installed()
     from modelscope_hub.api import HubApi
     from modelscope_hub.config import HubConfig
 
     return HubApi(HubConfig(endpoint=endpoint, token=token))  # its own default would remember the environment of the first call
+
+
+def default_token() -> str | None:
+    """The token that the client takes where none is given. Raises `ConfigError` where the client is not installed."""
+    _check_installed()
+    from modelscope_hub.config import HubConfig
+
+    return HubConfig().token
+
+
+def _check_installed() -> None:
+    if find_spec("modelscope_hub") is None:
+        raise ConfigError("ms:// needs modelscope_hub: run `pip install 'twinkle-flows[data]'`")
 
 
 @contextmanager

@@ -253,8 +253,12 @@ class TransformersModel(ModelSetup, ModelSaving):
         return metrics.calculate(is_training, facts, sums)
 
     def shutdown(self) -> None:
-        """Ends the workers."""
-        self._group.shutdown()
+        """Ends the workers, after uploads behind training; raises what one of those raised."""
+        try:
+            if self._uploads:
+                self.wait_for_upload()
+        finally:
+            self._group.shutdown()
 
     def _cut(
         self, inputs: Input | Sequence[Input], size: int, adapter_name: str | None, loss_inputs: Mapping[str, Any]
