@@ -114,8 +114,9 @@ class CheckpointWorker:
         """What makes a folder of weights one that transformers loads: settings, and the tokenizer of the base model."""
         before = set(folder.iterdir())
         self.model.config.save_pretrained(folder)
-        if self.model.generation_config is not None:
-            self.model.generation_config.save_pretrained(folder)
+        generation = getattr(self.model, "generation_config", None)  # a model for sequences has none
+        if generation is not None:
+            generation.save_pretrained(folder)
         for path in sorted(self.folder.iterdir()) if self.folder is not None else ():
             if is_tokenizer_file(path.name) and not (folder / path.name).exists():
                 shutil.copyfile(path, folder / path.name)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 TRANSFORMERS_WORKER = "twinkle_core.model.transformers_worker:TransformersWorker"
 """The worker class to build a group of, e.g. `RayGroup(TRANSFORMERS_WORKER, workers=2)`."""
-TASKS = ("causal_lm", "embedding", "fused_lm_ce")
+TASKS = ("causal_lm", "embedding", "fused_lm_ce", "scores")
 
 
 class TransformersModel(ModelSetup, ModelSaving):
@@ -229,12 +229,13 @@ class TransformersModel(ModelSetup, ModelSaving):
 
         `return_logps` adds `logps` [S] and `return_logits` `logits` [S, V], float32, of the row's S supervised tokens.
         `disable_lora` gives the base model's. Task 'embedding' gives `embeddings` [D, H] in place of all, the last token's
-        hidden state of each of the row's documents at length 1; 'fused_lm_ce' is Twinkle's name for what 'causal_lm' does here.
+        hidden state of each of the row's documents at length 1; 'scores' gives `scores` [D] or [D, C] of a model for sequences;
+        'fused_lm_ce' is Twinkle's name for what 'causal_lm' does here.
         `loss_inputs` are for the metrics that `add_metric` added for evaluation, as in `forward_backward`.
         """
         if task not in TASKS:
             raise ConfigError(f"task is {task!r}; known: {', '.join(TASKS)}")
-        wanted = {"logps": return_logps, "logits": return_logits, "embeddings": task == "embedding"}
+        wanted = {"logps": return_logps, "logits": return_logits, "embeddings": task == "embedding", "scores": task == "scores"}
         returned = tuple(name for name, is_wanted in wanted.items() if is_wanted)
         micro_batches = self._cut(inputs, micro_batch_size, adapter_name, loss_inputs)
         parts = self._group.call(
