@@ -31,7 +31,7 @@ def test_each_prompt_gets_the_answer_before_it() -> None:
     for row in found:
         taken = np.flatnonzero(row.labels != IGNORE)
         np.testing.assert_array_equal(row.labels[taken], row.input_ids[taken + 1])  # a label is the token after it
-    with pytest.raises(DataError, match="1 documents with a supervised token"):
+    with pytest.raises(DataError, match="1 documents of the batch have a supervised token"):
         mismatched([second])
 
 

@@ -201,7 +201,7 @@ def test_a_patch_changes_how_the_model_computes_and_not_what_it_is_made_of(folde
     plain = model.forward_only(rows, return_logits=True)
     model.apply_patch(Doubled, factor=2.0)
     np.testing.assert_allclose(model.forward_only(rows, return_logits=True)[0]["logits"], 2 * plain[0]["logits"], rtol=1e-5)
-    with pytest.raises(ConfigError, match="none are known by name"):
+    with pytest.raises(ConfigError, match="patch is 'liger'; known: NoSplitModulesPatch"):
         model.apply_patch("liger")
     with pytest.raises(ConfigError, match=r"the patch replaced parameters \(.*lm_head"):
         model.apply_patch(lambda inner: inner.set_output_embeddings(torch.nn.Linear(64, 256, bias=False)))
