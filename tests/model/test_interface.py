@@ -11,11 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from tests.hub_server import running_hubs
 from tests.model.tiny_models import SIZES, batch, packed_row, save_model
 from tests.tokenizers import train_tokenizer
 from twinkle_core.config import LoraConfig
 from twinkle_core.dataset.input_feature import input_feature
-from twinkle_core.errors import ConfigError, DataError
+from twinkle_core.errors import ConfigError, DataError, StorageError
 from twinkle_core.loss.base import LossInputs, LossOutput, ModelOutputs
 from twinkle_core.model import TransformersModel
 from twinkle_core.processor import InputProcessor
@@ -66,8 +67,8 @@ def test_settings_of_the_configuration_are_keywords_and_others_are_refused_by_na
             TransformersModel(folder, **settings)
     with pytest.raises(ConfigError, match="neither model_id nor config"):
         TransformersModel()
-    with pytest.raises(ConfigError, match=r"ModelScope's hub \(ms://\) is not there yet"):
-        TransformersModel("ms://Qwen/Qwen3-0.6B")
+    with pytest.raises(ConfigError, match="unknown scheme ftp://; use .*hf://, ms://, pypi://, s3://"):
+        TransformersModel("ftp://Qwen/Qwen3-0.6B")
     for strategy in ("accelerate", "native_fsdp"):
         assert TransformersModel(folder, strategy=strategy, ddp_config={"static_graph": True}).cur_step == 0
 
@@ -200,7 +201,7 @@ def test_a_patch_changes_how_the_model_computes_and_not_what_it_is_made_of(folde
     plain = model.forward_only(rows, return_logits=True)
     model.apply_patch(Doubled, factor=2.0)
     np.testing.assert_allclose(model.forward_only(rows, return_logits=True)[0]["logits"], 2 * plain[0]["logits"], rtol=1e-5)
-    with pytest.raises(ConfigError, match="none are known by name"):
+    with pytest.raises(ConfigError, match="patch is 'liger'; known: NoSplitModulesPatch"):
         model.apply_patch("liger")
     with pytest.raises(ConfigError, match=r"the patch replaced parameters \(.*lm_head"):
         model.apply_patch(lambda inner: inner.set_output_embeddings(torch.nn.Linear(64, 256, bias=False)))
@@ -279,9 +280,42 @@ def test_the_settings_can_be_read(folder: Path) -> None:
         TransformersModel(folder).get_peft_config_dict()
 
 
-def test_an_upload_goes_to_the_hub_that_is_there_and_needs_a_folder(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("target", ["org/name", "hf://org/name", "ms://org/name"])
+def test_what_was_saved_is_uploaded_behind_training_and_a_failure_is_raised(
+    folder: Path, tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    from twinkle_core.hub import upload
+
     model = build(folder)
-    with pytest.raises(ConfigError, match="hub_model_id is 'ms://org/name'; only hf://"):
-        model.upload_to_hub(tmp_path, "ms://org/name")
+    saved = model.save("last", tmp_path)
+    assert saved is not None
+    with running_hubs() as hubs:
+        for name, value in {"HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True, "ENDPOINT": hubs.endpoint}.items():
+            monkeypatch.setattr(constants, name, value)
+        monkeypatch.setenv("MODELSCOPE_ENDPOINT", hubs.endpoint)
+        monkeypatch.setattr(upload, "PAUSE_SECONDS", 0.01)
+        model.upload_to_hub(saved, target, "token", async_upload=True)
+        model.wait_for_upload()
+        there = hubs.visible("org/name")
+        assert {name: there[name] for name in there if name != ".gitattributes"} == {
+            path.name: path.read_bytes() for path in saved.iterdir()
+        }
+        (saved / "README.md").write_text("new")
+        hubs.cut["/commit/"] = 99
+        model.upload_to_hub(saved, target, "token", async_upload=True)
+        with pytest.raises(StorageError, match="cannot upload to org/name"):
+            model.wait_for_upload()
+        model.wait_for_upload()  # it was said
+        model.upload_to_hub(saved, target, "token", async_upload=True)
+        with pytest.raises(StorageError, match="cannot upload to org/name"):
+            model.shutdown()
+
+
+def test_an_upload_needs_a_folder_and_a_hub(folder: Path, tmp_path: Path) -> None:
+    model = build(folder)
+    with pytest.raises(ConfigError, match="hub_model_id is 's3://org/name'; write hf://organisation/name"):
+        model.upload_to_hub(tmp_path, "s3://org/name")
     with pytest.raises(ConfigError, match=r"nowhere does not exist on the machine of worker 0"):
         model.upload_to_hub(tmp_path / "nowhere", "org/name")

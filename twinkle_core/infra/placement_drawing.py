@@ -8,10 +8,16 @@ from twinkle_core.device_mesh import DeviceGroup, DeviceMesh, place_ranks
 from twinkle_core.infra.runtime import current_runtime
 
 
-def get_device_placement() -> str:
-    """A drawing of what `initialize` was given, and of the components placed since: groups, their workers, and their meshes by rank."""
+def get_device_placement(device_group: DeviceGroup | Sequence[DeviceGroup] | None = None) -> str:
+    """A drawing of what `initialize` was given, and of the components placed since: groups, their workers, and their meshes by rank.
+
+    `device_group`: the groups to draw in place of those of `initialize`.
+    """
     runtime = current_runtime()
     meshes = dict(runtime.ray.meshes) if runtime.ray is not None else {}
+    if device_group is not None:
+        groups = [device_group] if isinstance(device_group, DeviceGroup) else list(device_group)
+        return draw_groups(runtime.mode, groups, runtime.global_device_mesh, meshes)
     if not runtime.groups:
         lines = [f"{runtime.mode}: {runtime.process.world_size} process(es), this one is rank {runtime.process.rank}"]
         return "\n".join(lines + draw_mesh(runtime.global_device_mesh))

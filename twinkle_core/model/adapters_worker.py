@@ -15,10 +15,12 @@ from twinkle_core.model.adapter_state import AdapterState
 from twinkle_core.model.checkpoint_worker import CheckpointWorker
 from twinkle_core.model.forward import Forward, compute_type
 from twinkle_core.model.grad_scaler import LossScaler
+from twinkle_core.model.heads import check_needs, of_score_head, score_head
 from twinkle_core.model.loading import load_model
 from twinkle_core.model.losses import LossFunction, needs_of
 from twinkle_core.model.optimizer import Schedule
 from twinkle_core.model.parallel.late_adapters import check_late, whole_shapes
+from twinkle_core.model.parallel.sharded_loading import weight_files
 from twinkle_core.model.placement import open_placement
 from twinkle_core.model.seeding import derive_seed
 from twinkle_core.model.spec import ModelSpec
@@ -49,6 +51,8 @@ class AdaptersWorker(CheckpointWorker):
         self._placed = False
         self._active: AdapterState | None = None
         self.model, self.folder = load_model(spec, self.device, on_meta=self.placement.needs_meta)
+        if self.placement.needs_meta and self._lacks_head():
+            raise ConfigError("memory_efficient_init reads weights from files, and they hold no head for scores: set it to False")
         self.forwards = Forward(self.model, self.placement, self.device, self._precision)
         self.states = {"": self._new_state(None, 1)}
         if self.placement.needs_meta:
@@ -80,6 +84,11 @@ class AdaptersWorker(CheckpointWorker):
             check_late(config)
         with whole_shapes(self.model) if self._placed else nullcontext():
             adapter = Adapter(self.model, adapter_name, config, seed, beside=beside, is_trainable=is_trainable)
+        if self._lacks_head() and not of_score_head(adapter.parameters()):
+            raise ConfigError(
+                f"{type(self.model).__name__} has a head that its weights lack, and the adapter would not train it: "
+                "LoraConfig(modules_to_save=['score']) does"
+            )
         state = self._new_state(adapter, accumulation)
         if saved is not None:
             self.load_weights(state, saved, adapter_name)  # before the model is placed: refused in time
@@ -91,6 +100,11 @@ class AdaptersWorker(CheckpointWorker):
             for parameter in self.model.parameters():
                 if id(parameter) not in adapted and parameter.ndim >= 2:
                     parameter.data = parameter.data.to(half)
+
+    def _lacks_head(self) -> bool:
+        """Whether the model has a head for scores that was drawn anew, since no file holds it."""
+        head = score_head(self.model)
+        return head is not None and not (self.folder is not None and of_score_head(weight_files(self.folder)))
 
     def state(self, adapter_name: str | None = None) -> AdapterState:
         """What is trained under a name."""
@@ -129,7 +143,7 @@ class AdaptersWorker(CheckpointWorker):
         state.schedule = Schedule(scheduler_cls, arguments, lr=state.ready()[0].base_lr)
 
     def set_loss(self, loss: LossFunction, adapter_name: str | None) -> None:
-        needs_of(loss)
+        check_needs(self.model, needs_of(loss))
         self.state(adapter_name).loss = loss
 
     def set_processor(self, processor: Any, adapter_name: str | None) -> None:

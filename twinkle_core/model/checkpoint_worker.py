@@ -6,7 +6,6 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from storage.artifact import FileEntry
+    from twinkle_core.hub.upload import BackgroundUploads
     from twinkle_core.model.background_save import BackgroundSave
 
 TRAINER_STATE_FILE = "trainer_state.json"
@@ -43,7 +43,7 @@ class CheckpointWorker:
         self.world_size = world_size
         self.placement: Placement = Replicated(rank, world_size)
         self._save: BackgroundSave | None = None
-        self._upload: object = None
+        self._uploads: BackgroundUploads | None = None
 
     def state(self, adapter_name: str | None = None) -> AdapterState:
         raise NotImplementedError
@@ -114,8 +114,9 @@ class CheckpointWorker:
         """What makes a folder of weights one that transformers loads: settings, and the tokenizer of the base model."""
         before = set(folder.iterdir())
         self.model.config.save_pretrained(folder)
-        if self.model.generation_config is not None:
-            self.model.generation_config.save_pretrained(folder)
+        generation = getattr(self.model, "generation_config", None)  # a model for sequences has none
+        if generation is not None:
+            generation.save_pretrained(folder)
         for path in sorted(self.folder.iterdir()) if self.folder is not None else ():
             if is_tokenizer_file(path.name) and not (folder / path.name).exists():
                 shutil.copyfile(path, folder / path.name)
@@ -181,22 +182,22 @@ class CheckpointWorker:
         return training, tensors, rng
 
     def upload_to_hub(self, folder: str, repository: str, token: str | None, in_background: bool) -> None:
+        """From worker 0, whose machine has the folder."""
         if self.rank != 0:
             return
-        from huggingface_hub import HfApi
+        from twinkle_core.hub.upload import BackgroundUploads
 
         if not Path(folder).is_dir():
             raise ConfigError(f"checkpoint folder {folder} does not exist on the machine of worker 0")
-        api = HfApi(token=token)
-        api.create_repo(repository, exist_ok=True)
-        self._upload = api.run_as_future(api.upload_folder, repo_id=repository, folder_path=folder)
+        self._uploads = self._uploads or BackgroundUploads()
+        self._uploads.begin(Path(folder), repository, token)
         if not in_background:
-            self.wait_for_upload()
+            self._uploads.wait()
 
     def wait_for_upload(self) -> None:
-        """Raises what the last upload raised."""
-        if isinstance(self._upload, Future):
-            self._upload.result()
+        """Raises what an upload behind training raised."""
+        if self._uploads is not None:
+            self._uploads.wait()
 
     def load_weights(self, state: AdapterState, weights: Mapping[str, torch.Tensor], source: str) -> None:
         """Into an adapter that was just added, before the model is placed."""

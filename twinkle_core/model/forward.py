@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from twinkle_core.errors import ConfigError
 from twinkle_core.loss.cross_entropy import token_losses
+from twinkle_core.model.heads import check_needs, check_whole_rows, last_hidden_states, sequence_scores
 from twinkle_core.model.placement import Placement
 from twinkle_core.processor.base import Row
 from twinkle_core.types import IGNORE
@@ -36,6 +37,13 @@ class Answer:
     """[S, H] what goes into the head, where it was asked for."""
     embeddings: torch.Tensor | None = None
     """[D, H] float32: the last token's hidden state of each document, scaled to length 1, where it was asked for."""
+    scores: torch.Tensor | None = None
+    """[D] or [D, C] float32: what the head of a model for sequences gives each document, where it was asked for."""
+
+    @property
+    def of_documents(self) -> torch.Tensor | None:
+        """What was asked for of each document, labels or not."""
+        return self.embeddings if self.scores is None else self.scores
 
 
 class Forward:
@@ -48,17 +56,21 @@ class Forward:
         self._type = COMPUTE_TYPES[mixed_precision]
 
     def answer(self, rows: Sequence[Row], processor: Any, needs: Collection[str] = (), temperature: float = 1.0) -> Answer:
-        """Logits, or in their place `hidden` or `embeddings` (names of `needs`).
+        """Logits, or in their place `hidden`, `embeddings` or `scores` (names of `needs`).
 
         Nothing is computed where no label would be predicted, unless all ranks have to join: then one position, without a label.
         """
         if not temperature > 0:
             raise ConfigError(f"temperature is {temperature}; it must be above 0")
+        check_needs(self.model, needs or ("log_probs",))
+        check_whole_rows(self.model, self._placement, needs)
         batch = self._placement.cut(processor.collate(rows))
         labels = batch["labels"][0]
         positions = (labels != IGNORE).nonzero()[:, 0]
         if "embeddings" in needs:
             return Answer(labels=labels[positions].to(self.device), embeddings=self._embeddings(batch))
+        if "scores" in needs:
+            return Answer(labels=labels[positions].to(self.device), scores=self._scores(batch))
         if not len(positions):
             if not self._placement.joins_all:
                 return Answer(labels=labels[positions])
@@ -91,10 +103,13 @@ class Forward:
         return torch.nn.functional.normalize(self._hidden(batch)[last].float(), dim=-1)
 
     def _hidden(self, batch: dict[str, Any]) -> torch.Tensor:
-        decoder: Any = self.model.get_decoder()
         with self.autocast():
-            hidden: torch.Tensor = decoder(**self._inputs(batch), use_cache=False).last_hidden_state[0]
-        return hidden
+            return last_hidden_states(self.model, self._inputs(batch))
+
+    def _scores(self, batch: dict[str, Any]) -> torch.Tensor:
+        last = torch.from_numpy(np.cumsum(batch["seq_lens"]) - 1).to(self.device)
+        with self.autocast():
+            return sequence_scores(self.model, self._inputs(batch), last)
 
     def _inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
         tensors = {
@@ -108,11 +123,12 @@ class Forward:
 def ratings(answer: Answer, rows: Sequence[Row], returned: Collection[str] = ()) -> list[dict[str, Any]]:
     """For each row `loss_sum` in nats, `num_loss_tokens`, `num_correct`, and what `returned` names.
 
-    `logps` [S] float32 log-probability of each label, `logits` [S, V] float32, or in place of all `embeddings` [D, H] float32.
+    `logps` [S] float32 log-probability of each label, `logits` [S, V] float32, or in place of all `embeddings` [D, H] or
+    `scores` [D] or [D, C] float32.
     """
-    if answer.embeddings is not None:
-        parts = answer.embeddings.cpu().split([len(row.seq_lens) for row in rows])
-        return [{"embeddings": part.numpy()} for part in parts]
+    if answer.of_documents is not None:
+        parts = answer.of_documents.cpu().split([len(row.seq_lens) for row in rows])
+        return [{"embeddings" if answer.scores is None else "scores": part.numpy()} for part in parts]
     counts = [row.num_loss_tokens for row in rows]
     total = sum(counts)
     if answer.hidden is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from twinkle_core.errors import ConfigError
 from twinkle_core.hub.resolve import resolve_model
 from twinkle_core.kernel import packed_attention
 from twinkle_core.model.base_config import load_config
+from twinkle_core.model.heads import of_score_head, score_head
 from twinkle_core.model.spec import ModelSpec
 
 
@@ -36,7 +38,7 @@ def load_model(spec: ModelSpec, device: torch.device, *, on_meta: bool = False) 
     config = spec.config if spec.config is not None else load_config(_existing(folder))
     _override(config, spec)
     if folder is not None and not on_meta:
-        return _ready(_read(model_class, folder, config), device), folder
+        return _ready(_read(model_class, folder, config, spec.seed), device), folder
     build: Any = model_class.from_config if hasattr(model_class, "from_config") else model_class._from_config
     torch.manual_seed(spec.seed)
     with init_empty_weights(include_buffers=False) if on_meta else nullcontext():
@@ -72,14 +74,14 @@ def _existing(folder: Path | None) -> Path:
 
 
 def _override(config: PreTrainedConfig, spec: ModelSpec) -> None:
-    known = config.to_dict().keys()
+    known = config.to_dict().keys() | {"num_labels"}
     for name, value in spec.overrides.items():
         if name not in known:
             raise ConfigError(f"{name}={value!r} is no setting of a {config.model_type} model; known: {', '.join(sorted(known))}")
         setattr(config, name, value)
 
 
-def _read(model_class: Any, folder: Path, config: PreTrainedConfig) -> PreTrainedModel:
+def _read(model_class: Any, folder: Path, config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
     loaded: Any = model_class.from_pretrained(
         folder,
         config=config,
@@ -91,15 +93,30 @@ def _read(model_class: Any, folder: Path, config: PreTrainedConfig) -> PreTraine
     )
     model: PreTrainedModel = loaded[0]
     info: dict[str, Any] = loaded[1]
-    if info["missing_keys"] or info["mismatched_keys"]:
-        missing, misshapen = sorted(info["missing_keys"])[:5], sorted(map(str, info["mismatched_keys"]))[:5]
+    new = set(of_score_head(info["missing_keys"])) if score_head(model) is not None else set()  # a language model's folder has no such head
+    if info["missing_keys"] - new or info["mismatched_keys"]:
+        missing, misshapen = sorted(info["missing_keys"] - new)[:5], sorted(map(str, info["mismatched_keys"]))[:5]
         raise ConfigError(f"weights in {folder} are incomplete: {missing} missing, {misshapen} misshapen")
+    _draw({name: parameter for name, parameter in model.named_parameters() if name in new}, config, seed)
     return model
+
+
+def _draw(parameters: Mapping[str, torch.nn.Parameter], config: PreTrainedConfig, seed: int) -> None:
+    """The start of a head that the folder lacks: the same for the same seed, on every worker."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in parameters.values():
+            if parameter.ndim > 1:
+                parameter.normal_(0.0, config.get_text_config().initializer_range, generator=generator)
+            else:
+                parameter.zero_()
 
 
 def _ready(model: PreTrainedModel, device: torch.device | None) -> PreTrainedModel:
     packed_attention.check_supported(type(model), model.config)
-    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+    if score_head(model) is not None:
+        model.config.architectures = [type(model).__name__]  # what is saved says so, and not that it is the base's kind of model
+    elif "logits_to_keep" not in inspect.signature(model.forward).parameters:
         raise ConfigError(f"{type(model).__name__} is no causal language model: its forward pass has no logits_to_keep")
     model.config.use_cache = False
     if device is not None:

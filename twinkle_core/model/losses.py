@@ -18,7 +18,7 @@ from twinkle_core.model.forward import Answer, Forward
 from twinkle_core.model.micro_batch import SCALARS, MicroBatch
 
 LossFunction = Callable[[LossInputs, ModelOutputs], LossOutput]
-PROVIDED = {"log_probs", "logits", "entropies", "hidden", "embeddings"}
+PROVIDED = {"log_probs", "logits", "entropies", "hidden", "embeddings", "scores"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ def needs_of(loss: LossFunction | None) -> frozenset[str]:
     """The fields of `ModelOutputs` that a loss reads; plain cross-entropy (None) takes log-probabilities."""
     needs = frozenset(getattr(loss, "needs", {"log_probs"}))
     if needs - PROVIDED:
-        raise ConfigError(f"{type(loss).__name__} needs {', '.join(sorted(needs - PROVIDED))}, for which this model has no head")
+        raise ConfigError(f"{type(loss).__name__} needs {', '.join(sorted(needs - PROVIDED))}; a model gives {', '.join(sorted(PROVIDED))}")
     return needs
 
 
@@ -47,8 +47,8 @@ def loss_of(loss: LossFunction | None, answer: Answer, micro_batch: MicroBatch, 
     """
     rows = micro_batch.rows
     num_loss_tokens = sum(row.num_loss_tokens for row in rows)
-    is_empty = answer.logits is None and answer.hidden is None and answer.embeddings is None
-    is_plain = loss is None or micro_batch.is_filler or (num_loss_tokens == 0 and answer.embeddings is None)
+    is_empty = answer.logits is None and answer.hidden is None and answer.of_documents is None
+    is_plain = loss is None or micro_batch.is_filler or (num_loss_tokens == 0 and answer.of_documents is None)
     if is_plain and (not metrics or is_empty or num_loss_tokens == 0):
         token_loss = None if is_empty else _plain_loss(answer)
         return Part(loss=token_loss, num_loss_tokens=num_loss_tokens, weight=math.fsum(row.loss_weight for row in rows))
@@ -68,8 +68,8 @@ def loss_of(loss: LossFunction | None, answer: Answer, micro_batch: MicroBatch, 
 
 
 def _plain_loss(answer: Answer) -> torch.Tensor:
-    if answer.logits is None:  # a filler, for a loss over hidden states or embeddings
-        some = answer.hidden if answer.hidden is not None else answer.embeddings
+    if answer.logits is None:  # a filler, for a loss over hidden states, embeddings or scores
+        some = answer.hidden if answer.hidden is not None else answer.of_documents
         return some.sum() * 0.0 if some is not None else torch.zeros(())
     token_loss = token_losses(answer.logits, answer.labels)
     return token_loss.sum() if answer.weights is None else (token_loss * answer.weights).sum()
@@ -92,7 +92,7 @@ def _outputs(needs: Collection[str], answer: Answer, forward: Forward) -> ModelO
     if answer.hidden is not None:
         return ModelOutputs(hidden=answer.hidden, head_weight=forward.head_weight())
     if answer.logits is None:
-        return ModelOutputs(embeddings=answer.embeddings)
+        return ModelOutputs(embeddings=answer.embeddings, scores=answer.scores)
     return ModelOutputs(
         log_probs=token_log_probs(answer.logits, answer.labels) if "log_probs" in needs else None,
         logits=answer.logits if "logits" in needs else None,

@@ -23,8 +23,15 @@ PER_ROW = (
     "margins",
 )
 """Inputs of a loss that are given for each row: a number or an array (see `twinkle_core.loss.base.LossInputs`)."""
-ALIASES = {"old_logps": "old_log_probs", "ref_logps": "ref_log_probs"}
+ALIASES = {
+    "old_logps": "old_log_probs",
+    "ref_logps": "ref_log_probs",
+    "teacher_topk_logprobs": "teacher_top_log_probs",
+    "teacher_topk_indices": "teacher_top_ids",
+}
 """Twinkle's names."""
+REFERENCE = "ref_outputs"
+"""Twinkle's name for what `forward_only` gave of the reference, from which `ref_log_probs` are taken."""
 SCALARS = ("kl",)
 
 
@@ -75,9 +82,14 @@ def cut_rows(rows: Sequence[Any], size: int, loss_inputs: Mapping[str, Any] | No
 def check_loss_inputs(loss_inputs: Mapping[str, Any], num_rows: int) -> dict[str, Any]:
     """By our names, without those that are None."""
     given = {ALIASES.get(name, name): value for name, value in loss_inputs.items() if value is not None}
+    if REFERENCE in given:
+        outputs = given.pop(REFERENCE)
+        if "ref_log_probs" in given or not all(isinstance(row, Mapping) and "logps" in row for row in outputs):
+            raise ConfigError(f"{REFERENCE} are what forward_only(…, return_logps=True) gives of each row, in place of ref_log_probs")
+        given["ref_log_probs"] = [row["logps"] for row in outputs]
     for name, value in given.items():
         if name not in (*PER_ROW, *SCALARS):
-            raise ConfigError(f"a loss takes no {name!r}; known: {', '.join((*PER_ROW, *SCALARS, *ALIASES))}")
+            raise ConfigError(f"a loss takes no {name!r}; known: {', '.join((*PER_ROW, *SCALARS, *ALIASES, REFERENCE))}")
         if name in PER_ROW and len(value) != num_rows:
             raise ConfigError(f"{name} has {len(value)} entries for {num_rows} rows: one for each row is needed")
     return given

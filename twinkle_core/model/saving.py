@@ -23,6 +23,8 @@ class ModelSaving:
     """The part of a model's driver that saves and restores one adapter, or all parameters."""
 
     _group: WorkerGroup
+    _uploads: bool = False
+    """Whether an upload was begun that nobody waited for."""
 
     def get_state_dict(self, *, adapter_name: str | None = None) -> dict[str, np.ndarray]:
         """The trained parameters by the names they have in a checkpoint, float32."""
@@ -124,14 +126,18 @@ class ModelSaving:
     def upload_to_hub(
         self, checkpoint_dir: str | Path, hub_model_id: str, hub_token: str | None = None, async_upload: bool = False
     ) -> None:
-        """Uploads a folder of `save` to the Hugging Face hub, from worker 0, whose machine holds it; 'ms://' is not there yet.
+        """Uploads a folder of `save`, from worker 0, whose machine holds it, to 'hf://org/name' (or 'org/name') or 'ms://org/name'.
 
-        `async_upload` uploads behind training; `wait_for_upload` gives its result.
+        It appears there in one commit, or not at all. `hub_token` None: HF_TOKEN or MODELSCOPE_API_TOKEN of worker 0, or its login.
+        `async_upload` uploads behind training: `wait_for_upload`, or `shutdown`, raises what failed. See `hub.upload`.
         """
-        if "://" in hub_model_id and not hub_model_id.startswith("hf://"):
-            raise ConfigError(f"hub_model_id is {hub_model_id!r}; only hf://org/name (or org/name) can be uploaded to")
-        self._group.call("upload_to_hub", str(Path(checkpoint_dir).absolute()), hub_model_id.removeprefix("hf://"), hub_token, async_upload)
+        from twinkle_core.hub.upload import parse_target
+
+        parse_target(hub_model_id)
+        self._uploads = self._uploads or async_upload
+        self._group.call("upload_to_hub", str(Path(checkpoint_dir).absolute()), hub_model_id, hub_token, async_upload)
 
     def wait_for_upload(self) -> None:
-        """Waits for an upload behind training; raises what it raised."""
+        """Waits for the uploads behind training; raises what one of them raised."""
+        self._uploads = False
         self._group.call("wait_for_upload")

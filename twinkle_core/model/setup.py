@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import peft
 
     from twinkle_core.config import LoraConfig
+    from twinkle_core.patch import Patch
     from twinkle_core.template.base import Template
 
 
@@ -130,17 +131,15 @@ class ModelSetup:
                 kept.added[of_training].append(deepcopy(metric))
                 self._group.call("add_metric", deepcopy(metric), of_training, adapter_name)
 
-    def apply_patch(self, patch_cls: Callable[[Any], Any] | type, **arguments: Any) -> None:
-        """Changes how the model computes on every worker: a function that takes the model, or a class of such with its arguments.
+    def apply_patch(self, patch_cls: str | Patch | Callable[..., Any] | type, **arguments: Any) -> None:
+        """Changes how the model computes on every worker; parameters must stay the ones they are.
 
-        Parameters must stay the ones they are.
+        `patch_cls`: a name of `twinkle_core.patch`, a class of `Patch`, or a function, which is called with the model and the
+        arguments; any other class is made with the arguments, and called with the model.
         """
-        if isinstance(patch_cls, str):
-            raise ConfigError(f"patch is {patch_cls!r}; none are known by name: give a function of the model, or a class of such")
-        patch = patch_cls(**arguments) if isinstance(patch_cls, type) else patch_cls
-        if not callable(patch):
-            raise ConfigError(f"patch is {patch_cls!r}, which cannot be called with the model")
-        self._group.call("apply_patch", patch)
+        from twinkle_core.patch import build_patch
+
+        self._group.call("apply_patch", build_patch(patch_cls, arguments))
 
     def get_train_configs(self, *, adapter_name: str | None = None) -> str:
         """How the adapter is trained, as JSON to read."""

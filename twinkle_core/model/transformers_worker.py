@@ -204,7 +204,7 @@ class TransformersWorker(AdaptersWorker):
             self._activated(adapter_name) if adapter_name or len(self.states) == 1 or not disable_lora else next(iter(self.states.values()))
         )
         base = state.adapter.disabled if disable_lora and state.adapter is not None else nullcontext()
-        needs = ("embeddings",) if "embeddings" in returned else ()
+        needs = tuple(name for name in returned if name in ("embeddings", "scores"))
         was_training = self.model.training
         self.model.eval()
         try:

@@ -11,6 +11,7 @@ from twinkle_core.errors import ConfigError, DataError
 from twinkle_core.types import IGNORE, EncodedSample, PackedRow
 
 if TYPE_CHECKING:
+    from twinkle_core.device_mesh import DeviceMesh
     from twinkle_core.template.multimodal import MultimodalSample
 
 Row: TypeAlias = "PackedRow | EncodedSample | MultimodalSample"
@@ -22,7 +23,21 @@ class InputProcessor:
     `padded` is for models that take no packed rows. Both give `loss_weights` (float32, 1 in rows that have none) only where some row
     has weights, and where some row has images `pixel_values` (float32 [P, C], the patches of all images one after the other) and
     `image_grid_thw` (int64 [I, 3], the images in the order of their tokens).
+
+    The arguments are Twinkle's: rows are laid end to end with either `padding_free`, so that `padding_side` has nothing to decide, and the
+    model's own mesh cuts them over ranks.
     """
+
+    def __init__(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        padding_free: bool = True,
+        framework: Literal["transformers", "megatron"] = "transformers",
+        padding_side: Literal["right", "left"] = "right",
+    ) -> None:
+        if framework != "transformers":
+            raise ConfigError(f"framework is {framework!r}; known: transformers (models of Megatron are not there)")
+        _check_side(padding_side)
 
     def collate(self, rows: Sequence[Row]) -> dict[str, Any]:
         """`input_ids`, `labels` (already shifted) and `position_ids`, torch int64 [1, T], and `seq_lens`, a list of D ints.
@@ -46,8 +61,7 @@ class InputProcessor:
         """
         import torch
 
-        if padding_side not in ("right", "left"):
-            raise ConfigError(f"padding_side is {padding_side!r}; known: right, left")
+        _check_side(padding_side)
         arrays, images = _end_to_end(rows)
         lengths = np.concatenate([row.seq_lens for row in rows]).astype(np.int64)
         longest = int(lengths.max())
@@ -97,3 +111,8 @@ def _positions_3(row: Row) -> np.ndarray:
 
 def _weights(row: Row) -> np.ndarray:
     return np.ones(len(row.input_ids), dtype=np.float32) if row.loss_weights is None else row.loss_weights
+
+
+def _check_side(padding_side: str) -> None:
+    if padding_side not in ("right", "left"):
+        raise ConfigError(f"padding_side is {padding_side!r}; known: right, left")
