@@ -10,7 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
 
 Fault = Literal["hang", "drop request", "drop answer", "keep nothing", "keep half", "keep other bytes"]
-"""hang: no answer. drop request: the connection ends before the server sees it. drop answer: it ends in the middle of the answer's body.
+"""hang: no answer. drop request: the connection ends before the server sees it. drop answer: it ends in the middle of the body, or,
+where that is empty, before the answer, which tells of something done.
 keep …: the answer is that all went well."""
 
 
@@ -43,7 +44,7 @@ class _Handler(BaseHTTPRequestHandler):
         if fault in ("hang", "drop request"):
             return self._hang_up()
         if fault == "keep nothing":
-            return self._send(200)
+            return self._send(200, counts=False)
         if fault in ("keep half", "keep other bytes"):
             body = body[: len(body) // 2] if fault == "keep half" else bytes(len(body))
         checks = ("content-length", "content-md5", "x-amz-checksum-crc32", "x-amz-content-sha256") if fault else ()
@@ -57,6 +58,8 @@ class _Handler(BaseHTTPRequestHandler):
         upstream.close()
         if (status := self.server.answer_after(self.command, self.path)) is not None:
             return self._send(status)
+        if fault == "drop answer" and self.command != "GET":
+            return self._hang_up()
         self.send_response(answer.status)
         for name, value in answer.getheaders():
             if name.lower() not in ("transfer-encoding", "connection", "date", "server"):
@@ -72,8 +75,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_PUT = do_POST = do_HEAD = do_DELETE = do_GET
 
-    def _send(self, status: int) -> None:
-        self.server.num_misbehaved += self.server.fault(self.command, self.path) is None
+    def _send(self, status: int, counts: bool = True) -> None:
+        self.server.num_misbehaved += counts
         self.send_response(status)
         self.send_header("Content-Length", "0")
         self.send_header("ETag", '"d41d8cd98f00b204e9800998ecf8427e"')
