@@ -242,8 +242,9 @@ class Writer:
         return self._save.result(block=block)
 
 
-def train(store: Store, said: list[str], keep_last: int = 2) -> Manifest:
+def train(url: str, said: list[str], keep_last: int = 2) -> Manifest:
     """Five steps, saved after 2, 4 and 5, or those that are left: the loop of `trainer.sft` without a model."""
+    store = open_store(url)
     attempt = Attempt.begin(store, KEY)
     found = newest_valid(store, attempt.head)
     said += [*attempt.problems, *found.problems]
@@ -265,9 +266,9 @@ def test_a_store_that_misbehaves_once_costs_one_checkpoint(direct: Store, proxy:
     said: list[str] = []
     if file == "HEAD.json" and fault in ("keep half", "keep other bytes"):
         with pytest.raises(StorageError, match=r"HEAD\.json.* is damaged .*run the training again, which rebuilds it"):
-            train(direct, said)
+            train(direct.url, said)
         said.clear()
-    last = train(direct, said)
+    last = train(direct.url, said)
     assert proxy.num_misbehaved == 1
     assert last.step == 5
     assert listed_and_whole(direct)[:1] == [5]
@@ -289,7 +290,7 @@ def test_a_store_that_lies_about_every_later_save_never_costs_the_one_that_is_wh
     Wrong(proxy, fault, file, lambda number: number > first)
     said: list[str] = []
     with pytest.raises(StorageError, match=rf"the last checkpoint, of step 5, could not be saved in 3 tries: .*{file}"):
-        train(direct, said, keep_last=1)
+        train(direct.url, said, keep_last=1)
     assert proxy.num_misbehaved >= 1
     proxy.fault = lambda method, path: None
     found = newest_valid(direct, Attempt.begin(direct, KEY).head)
@@ -298,7 +299,7 @@ def test_a_store_that_lies_about_every_later_save_never_costs_the_one_that_is_wh
     assert newest_valid(
         direct, Head(checkpoints=tuple(line for line in Attempt.begin(direct, KEY).head.checkpoints if line.step == 2))
     ).manifest
-    assert train(direct, said, keep_last=1).step == 5
+    assert train(direct.url, said, keep_last=1).step == 5
 
 
 @pytest.mark.slow
