@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, cast
 
 import boto3.session  # type: ignore[import-untyped, unused-ignore]
+import botocore.config  # type: ignore[import-untyped, unused-ignore]
 from boto3.exceptions import Boto3Error  # type: ignore[import-untyped, unused-ignore]
 from botocore.exceptions import BotoCoreError, ClientError  # type: ignore[import-untyped, unused-ignore]
 
@@ -26,7 +27,10 @@ from storage.uri import Location, check_key
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
+CONNECT_SECONDS, READ_SECONDS = 10, 60
+"""How long a server may take to accept, and to go on answering, before botocore asks again (AWS_MAX_ATTEMPTS times, 5 unless set)."""
 _CONFLICT_TRIES = 8  # about 6 seconds in all
+_BODY_TRIES = 3  # botocore repeats a request, but not one whose body broke off while it was read
 _READ_BYTES = 4 << 20
 _ABSENT_CODES = ("NoSuchKey", "NoSuchUpload", "404")  # a HEAD has no body and so no code of its own
 
@@ -39,12 +43,12 @@ class S3Store(Store):
         self._bucket, _, prefix = location.root.partition("/")
         self._prefix = f"{prefix}/" if prefix else ""
         with self._asking("make a client"):
-            self._client = boto3.session.Session().client("s3")
+            timeouts = botocore.config.Config(connect_timeout=CONNECT_SECONDS, read_timeout=READ_SECONDS)
+            self._client = boto3.session.Session().client("s3", config=timeouts)
 
     def get_versioned(self, key: str) -> tuple[bytes, str]:
         with self._asking(f"read {key!r}", key):
-            answer = self._client.get_object(Bucket=self._bucket, Key=self._name(key))
-            return answer["Body"].read(), answer["ETag"]
+            return self._get(key)
 
     def put(self, key: str, data: bytes) -> None:
         with self._asking(f"write {key!r}"):
@@ -128,8 +132,18 @@ class S3Store(Store):
     def read_range(self, key: str, start: int, stop: int, version: str) -> bytes:
         """Bytes [start, stop); StorageError when the object is no longer at `version`."""
         with self._asking(f"read bytes {start} to {stop} of {key!r}", key):
-            answer = self._client.get_object(Bucket=self._bucket, Key=self._name(key), Range=f"bytes={start}-{stop - 1}", IfMatch=version)
-            return cast(bytes, answer["Body"].read())
+            return self._get(key, Range=f"bytes={start}-{stop - 1}", IfMatch=version)[0]
+
+    def _get(self, key: str, **conditions: str) -> tuple[bytes, str]:
+        """Bytes and ETag, whole: a connection that ends in the middle is an error after `_BODY_TRIES`."""
+        for left in reversed(range(_BODY_TRIES)):
+            answer = self._client.get_object(Bucket=self._bucket, Key=self._name(key), **conditions)
+            try:
+                return answer["Body"].read(), answer["ETag"]
+            except BotoCoreError:
+                if not left:
+                    raise
+        raise AssertionError("unreachable")
 
     def _fetch(self, key: str, path: Path) -> None:
         with self._asking(f"download {key!r}", key):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from storage import layout
 from storage.artifact import ArtifactRecord, ArtifactRef
+from storage.errors import DamagedError
 from storage.lease import read_lease
 from storage.store import ObjectInfo, Store, open_store
 from twinkle_cli.artifacts import created, scan, size_text
@@ -17,6 +18,7 @@ Identity = tuple[str, str]
 """(stage, key)."""
 HOUR = 3600.0
 HEAD = "HEAD"
+MANIFEST = layout.checkpoint_manifest_key("").lstrip("/")
 ABANDONED_HOURS = 14 * 24.0
 """A run that has neither ended nor used anything for this long is no longer in progress."""
 
@@ -150,9 +152,16 @@ def listed_checkpoints(store: Store, heads: Iterable[ObjectInfo]) -> tuple[set[t
         train_key = info.key.split("/")[1]
         try:
             listed |= {_place(line.manifest) for line in read_head(store, train_key)[0].checkpoints}
-        except (ValueError, KeyError, TypeError):
+        except DamagedError:
             broken.add(("train", train_key))
     return listed, broken
+
+
+def headless(objects: Iterable[ObjectInfo]) -> set[Identity]:
+    """Trainings that have committed and whose head is gone: running them again rebuilds it. A head goes last when it is deleted here."""
+    places = [(info.key.rsplit("/", 1)[-1], *_place(info.key)) for info in objects]
+    with_head = {(stage, key) for _, stage, key, attempt in places if attempt == HEAD}
+    return {(stage, key) for name, stage, key, _ in places if name == MANIFEST} - with_head
 
 
 def collect(store_url: str, *, keep_last: int, min_age_hours: float, dry_run: bool, now: float, say: Callable[[str], object]) -> Plan:
@@ -165,7 +174,7 @@ def collect(store_url: str, *, keep_last: int, min_age_hours: float, dry_run: bo
     for _, _, problem in unreadable:
         say(f"kept, although unreadable: {problem}")
     listed, broken = listed_checkpoints(store, heads)
-    damaged = {(stage, key) for stage, key, _ in unreadable} | broken
+    damaged = {(stage, key) for stage, key, _ in unreadable} | broken | headless(objects)
     oldest_unfinished = now - min_age_hours * HOUR
     plan = make_plan(records, damaged, objects, working, keep_last=keep_last, oldest_unfinished=oldest_unfinished, listed=listed)
     verb = "would delete" if dry_run else "deleting"

@@ -20,11 +20,14 @@ def store(tmp_path: object) -> Store:
     return open_store(str(tmp_path))
 
 
-def save(attempt: Attempt, step: int, keep=KEEP_ALL) -> Manifest:
-    data = f"weights of step {step} by {attempt.epoch}".encode()
-    attempt.store.put(f"{attempt.prefix(step)}/w.bin", data)
-    files = (FileEntry(path="w.bin", size=len(data), sha256=digest_bytes(data)),)
-    return attempt.commit(step=step, files=files, state=TrainerState(cur_step=step, consumed_train_samples=step * 8), keep=keep)
+def save(attempt: Attempt, step: int, keep=KEEP_ALL, with_state: bool = False) -> Manifest:
+    state = TrainerState(cur_step=step, consumed_train_samples=step * 8)
+    made = {"w.bin": f"weights of step {step} by {attempt.epoch}".encode()}
+    made |= {"trainer_state.json": state.to_json()} if with_state else {}
+    for name, data in made.items():
+        attempt.store.put(f"{attempt.prefix(step)}/{name}", data)
+    files = tuple(FileEntry(path=name, size=len(data), sha256=digest_bytes(data)) for name, data in made.items())
+    return attempt.commit(step=step, files=files, state=state, keep=keep)
 
 
 def test_the_newest_committed_checkpoint_is_found_with_its_state(store: Store) -> None:

@@ -215,6 +215,16 @@ def test_gc_keeps_all_of_a_training_whose_head_is_broken(shelf: Shelf) -> None:
     assert shelf.there(trained) == [True]
 
 
+@pytest.mark.parametrize("was_committed", [True, False])
+def test_gc_keeps_the_checkpoints_of_a_training_whose_head_is_gone(shelf: Shelf, was_committed: bool) -> None:
+    """The training rebuilds its head from them. Without a manifest nothing was ever committed."""
+    checkpoint = shelf.leftover("train", "f" * 64, "step-000000002-e1")
+    if was_committed:
+        shelf.store.put(layout.checkpoint_manifest_key(layout.checkpoint_prefix("f" * 64, 2, 1)), b"{}")
+    shelf.collect(0, later_hours=1000)
+    assert shelf.store.exists(checkpoint) == was_committed
+
+
 def test_gc_sweeps_what_a_killed_upload_left(shelf: Shelf) -> None:
     chain(shelf)
     left = Path(shelf.url) / ".tmp" / "deadbeef"

@@ -1,16 +1,14 @@
-"""What only S3 can do wrong. A proxy stands in front of the server and misbehaves as told."""
+"""What only S3 can do wrong."""
 
 from __future__ import annotations
 
-import http.client
 import signal
 import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -18,6 +16,7 @@ import pytest
 
 from storage.errors import StorageError
 from storage.store import Store, open_store
+from tests.s3_proxy import Fault, Proxy, proxy_before, times
 
 UPLOAD = """
 import sys
@@ -27,65 +26,11 @@ open_store(sys.argv[1]).upload(Path(sys.argv[2]), "k")
 """
 
 
-class Proxy(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def __init__(self, upstream: str) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.upstream = upstream
-        self.dropped_headers: tuple[str, ...] = ()
-        self.answer_instead: Callable[[str, str], int | None] = lambda method, path: None  # before the server sees it
-        self.answer_after: Callable[[str, str], int | None] = lambda method, path: None  # after the server did it
-        self.num_misbehaved = 0
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: Proxy
-
-    def do_GET(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        if (status := self.server.answer_instead(self.command, self.path)) is not None:
-            return self._send(status)
-        headers = {name: value for name, value in self.headers.items() if name.lower() not in (*self.server.dropped_headers, "expect")}
-        self.server.num_misbehaved += len(headers) < len(self.headers) - ("Expect" in self.headers)
-        upstream = http.client.HTTPConnection(self.server.upstream, timeout=30)
-        upstream.request(self.command, self.path, body, headers)
-        answer = upstream.getresponse()
-        data = answer.read()
-        upstream.close()
-        if (status := self.server.answer_after(self.command, self.path)) is not None:
-            return self._send(status)
-        self.send_response(answer.status)
-        for name, value in answer.getheaders():
-            if name.lower() not in ("transfer-encoding", "connection", "date", "server"):
-                self.send_header(name, value)
-        if self.command == "HEAD" or answer.getheader("Content-Length"):
-            self.end_headers()
-        else:
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-        self.wfile.write(data)
-
-    do_PUT = do_POST = do_HEAD = do_DELETE = do_GET
-
-    def _send(self, status: int) -> None:
-        self.server.num_misbehaved += 1
-        self.send_response(status)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_message(self, *arguments: object) -> None:
-        pass
-
-
 @pytest.fixture
 def proxy(s3_settings: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    with Proxy(urlsplit(s3_settings["AWS_ENDPOINT_URL"]).netloc) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    with proxy_before(urlsplit(s3_settings["AWS_ENDPOINT_URL"]).netloc) as server:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_address[1]}")
         yield server
-        server.shutdown()
 
 
 @pytest.fixture
@@ -98,19 +43,6 @@ def direct(s3_settings: dict[str, str]) -> Store:
 def store(direct: Store, proxy: Proxy) -> Store:
     """The same place, through the proxy."""
     return open_store(direct.url)
-
-
-def times(number: int, status: int, wanted_method: str = "PUT") -> Callable[[str, str], int | None]:
-    """Misbehaves on the first `number` requests of a method."""
-    left = [number]
-
-    def answer(method: str, path: str) -> int | None:
-        if method != wanted_method or left[0] == 0:
-            return None
-        left[0] -= 1
-        return status
-
-    return answer
 
 
 def test_an_honest_proxy_changes_nothing(store: Store) -> None:
@@ -195,6 +127,42 @@ def test_an_upload_killed_in_the_middle_is_never_visible(direct: Store, proxy: P
     end.set()
     assert direct.list() == []
     assert not direct.exists("k")
+
+
+@pytest.mark.parametrize("num_broken", [2, 3])
+def test_an_answer_that_breaks_off_is_asked_for_again_and_is_never_taken_as_whole(
+    direct: Store, store: Store, proxy: Proxy, num_broken: int
+) -> None:
+    direct.put("k", bytes(range(256)) * 8)
+    left = [num_broken]
+
+    def drop(method: str, path: str) -> Fault | None:
+        left[0] -= method == "GET"
+        return "drop answer" if method == "GET" and left[0] >= 0 else None
+
+    proxy.fault = drop
+    if num_broken == 2:
+        assert store.get("k") == bytes(range(256)) * 8
+    else:
+        with pytest.raises(StorageError, match="could not read 'k'"):
+            store.get("k")
+    assert proxy.num_misbehaved == num_broken
+    left[0] = num_broken
+    with store.open("k") as file:
+        if num_broken == 2:
+            assert file.read() == bytes(range(256)) * 8
+        else:
+            with pytest.raises(StorageError, match="could not read bytes 0 to 2048 of 'k'"):
+                file.read()
+
+
+def test_a_server_that_does_not_answer_is_given_up(direct: Store, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("storage.s3.READ_SECONDS", 0.2)
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
+    proxy.fault = lambda method, path: "hang"
+    with pytest.raises(StorageError, match="could not read 'k'.*[Tt]imeout"):
+        open_store(direct.url).get("k")
+    assert proxy.num_misbehaved == 2
 
 
 def test_an_object_that_changes_while_it_is_read_is_an_error(direct: Store) -> None:

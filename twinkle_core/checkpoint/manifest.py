@@ -14,7 +14,7 @@ from typing import Any
 
 from storage import layout
 from storage.artifact import FileEntry
-from storage.errors import FencedError, NotFoundError
+from storage.errors import DamagedError, FencedError, NotFoundError, StorageError
 from storage.fingerprint import digest_bytes
 from storage.store import Store
 
@@ -91,17 +91,35 @@ class Head:
     checkpoints: tuple[Committed, ...] = ()
 
     def to_json(self) -> bytes:
-        return json.dumps(asdict(self), sort_keys=True).encode()
+        """With a digest of itself: nothing else in the store says what HEAD should be."""
+        plain = asdict(self)
+        return json.dumps({**plain, "sha256": _digest_of(plain)}, sort_keys=True).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Head:
+        """Raises `ValueError`, `KeyError` or `TypeError` for what `to_json` cannot have written. The digest may be absent (version 0.1)."""
+        raw: dict[str, Any] = json.loads(data)
+        plain = {"epoch": raw["epoch"], "checkpoints": raw["checkpoints"]}
+        if raw.get("sha256", "") not in ("", _digest_of(plain)):
+            raise ValueError("its digest is another one")
+        return cls(epoch=int(plain["epoch"]), checkpoints=tuple(Committed(**line) for line in plain["checkpoints"]))
+
+
+def _digest_of(plain: dict[str, Any]) -> str:
+    return digest_bytes(json.dumps(plain, sort_keys=True).encode())
 
 
 def read_head(store: Store, train_key: str) -> tuple[Head, str | None]:
-    """HEAD and its version for compare-and-swap; an unwritten HEAD is epoch 0 with version None."""
+    """HEAD and its version for compare-and-swap; an unwritten HEAD is epoch 0 with version None. `DamagedError` for an unreadable one."""
+    key = layout.head_key(train_key)
     try:
-        data, version = store.get_versioned(layout.head_key(train_key))
+        data, version = store.get_versioned(key)
     except NotFoundError:
         return Head(), None
-    raw: dict[str, Any] = json.loads(data)
-    return Head(epoch=raw["epoch"], checkpoints=tuple(Committed(**line) for line in raw["checkpoints"])), version
+    try:
+        return Head.from_json(data), version
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedError(f"{key!r} in {store.url} is damaged ({error}): run the training again, which rebuilds it") from error
 
 
 Keep = Callable[[tuple[Committed, ...]], tuple[tuple[Committed, ...], tuple[Committed, ...]]]
@@ -111,17 +129,31 @@ Keep = Callable[[tuple[Committed, ...]], tuple[tuple[Committed, ...], tuple[Comm
 class Attempt:
     """One try at a training run, from `begin` until a newer one begins."""
 
-    def __init__(self, store: Store, train_key: str, head: Head) -> None:
+    def __init__(self, store: Store, train_key: str, head: Head, problems: tuple[str, ...] = ()) -> None:
         self.store, self.train_key, self.head = store, train_key, head
+        self.problems = problems
+        """What was wrong with HEAD when the attempt began."""
 
     @classmethod
     def begin(cls, store: Store, train_key: str) -> Attempt:
-        """A new attempt with the next epoch; every older attempt is fenced from here on."""
+        """A new attempt with the next epoch; every older attempt is fenced from here on.
+
+        A HEAD that is damaged, or missing although there are checkpoints, is rebuilt from the manifests (see `rebuild`).
+        """
+        from twinkle_core.checkpoint.rebuild import rebuilt_head
+
         while True:
-            head, version = read_head(store, train_key)
+            problems: tuple[str, ...] = ()
+            try:
+                head, version = read_head(store, train_key)
+                if version is None:
+                    head, problems = rebuilt_head(store, train_key, "is missing")
+            except DamagedError as error:
+                version = store.get_versioned(layout.head_key(train_key))[1]
+                head, problems = rebuilt_head(store, train_key, f"was damaged ({error.__cause__})")
             mine = replace(head, epoch=head.epoch + 1)
             if store.compare_and_swap(layout.head_key(train_key), mine.to_json(), version):
-                return cls(store, train_key, mine)
+                return cls(store, train_key, mine, problems)
 
     @property
     def epoch(self) -> int:
@@ -135,43 +167,71 @@ class Attempt:
         """Where this attempt writes the files of a step: nobody else ever writes there."""
         return layout.checkpoint_prefix(self.train_key, step, self.epoch)
 
-    def check_current(self) -> str | None:
-        """HEAD's version. Raises `FencedError` when a newer attempt has begun."""
+    def check_current(self) -> tuple[Head, str | None]:
+        """HEAD and its version. Raises `FencedError` when a newer attempt has begun, `DamagedError` when HEAD is gone."""
         head, version = read_head(self.store, self.train_key)
-        if head.epoch != self.epoch:
+        if head.epoch > self.epoch:
             raise FencedError(
                 f"training {self.train_key[:12]}: attempt {self.epoch} was overtaken by attempt {head.epoch}; "
                 f"it commits nothing more. Let the newer attempt finish."
             )
-        return version
+        if head.epoch < self.epoch:
+            raise DamagedError(
+                f"{layout.head_key(self.train_key)!r} in {self.store.url} is at attempt {head.epoch} though attempt {self.epoch} runs: "
+                "it was lost, or put back to an older one. Run the training again, which rebuilds it"
+            )
+        return head, version
 
     def commit(self, *, step: int, files: tuple[FileEntry, ...], state: TrainerState, keep: Keep) -> Manifest:
         """Writes the manifest, moves HEAD to it, then deletes the checkpoints that `keep` no longer lists.
 
-        Raises `FencedError`, with nothing visible changed, when a newer attempt has begun.
+        The caller has verified `files`. Manifest and HEAD are read back: what a store did not keep is not believed, and nothing is
+        deleted on its word. Raises `FencedError`, with nothing visible changed, when a newer attempt has begun.
         """
-        version = self.check_current()
-        parent = self.head.checkpoints[0].manifest if self.head.checkpoints else None
+        head, version = self.check_current()
+        parent = head.checkpoints[0].manifest if head.checkpoints else None
         manifest = Manifest(step=step, epoch=self.epoch, prefix=self.prefix(step), parent=parent, files=files, state=state)
         data = manifest.to_json()
         self.store.put(manifest.key, data)
+        self._read_back(manifest.key, data)
         mine = Committed(step=step, manifest=manifest.key, sha256=digest_bytes(data))
-        older = tuple(line for line in self.head.checkpoints if line.step < step)
-        kept, gone = keep((mine, *older))
-        head = replace(self.head, checkpoints=kept)
-        if not self.store.compare_and_swap(layout.head_key(self.train_key), head.to_json(), version):
-            self.check_current()
-            raise FencedError(f"training {self.train_key[:12]}: HEAD was moved by another writer within attempt {self.epoch}")
-        self.head = head
+        kept, gone = keep((mine, *(line for line in head.checkpoints if line.step < step)))
+        self._move_head(replace(head, checkpoints=kept), version, mine)
         for line in gone:
             self._delete(line)
         return manifest
 
+    def _move_head(self, head: Head, version: str | None, mine: Committed) -> None:
+        """Raises `FencedError` when another moved it, `DamagedError` when the store says that it is moved and it is not."""
+        try:
+            moved = self.store.compare_and_swap(layout.head_key(self.train_key), head.to_json(), version)
+        except StorageError:  # the answer may be lost and the write done: only HEAD itself tells
+            if mine not in read_head(self.store, self.train_key)[0].checkpoints:
+                raise
+            moved = True
+        found, _ = self.check_current()
+        if not moved:
+            raise FencedError(f"training {self.train_key[:12]}: HEAD was moved by another writer within attempt {self.epoch}")
+        if found != head:
+            key = layout.head_key(self.train_key)
+            raise DamagedError(f"{self.store.url} said that {key!r} was written, but holds another: not committed")
+        self.head = head
+
+    def _read_back(self, key: str, data: bytes) -> None:
+        try:
+            found = self.store.get(key)
+        except NotFoundError:
+            found = b""
+        if found != data:
+            raise DamagedError(
+                f"{self.store.url} said that {key!r} was written, but holds {len(found)} bytes of {len(data)}, or others: not committed"
+            )
+
     def _delete(self, line: Committed) -> None:
         try:
             manifest = Manifest.from_json(self.store.get(line.manifest))
-        except NotFoundError:
-            return
+        except (NotFoundError, ValueError, KeyError, TypeError, AttributeError):
+            return  # damaged: `artifacts gc` finds its files by their place
         for entry in manifest.files:
             self.store.delete(f"{manifest.prefix}/{entry.path}")
         self.store.delete(line.manifest)

@@ -95,7 +95,7 @@ def _run_attempt(job: SFTJob, attempt: Attempt, tracker: Tracker, progress: Prog
     try:
         model = build_model(job, group, num_training_steps=len(loader))
         found = newest_valid(attempt.store, attempt.head)
-        for problem in found.problems:
+        for problem in (*attempt.problems, *found.problems):
             say(problem)
         state, history = fresh_state(job), []
         if found.manifest is not None:
@@ -109,7 +109,7 @@ def _run_attempt(job: SFTJob, attempt: Attempt, tracker: Tracker, progress: Prog
             say(f"resuming after step {state.cur_step} ({state.consumed_train_samples} rows consumed): {rest}")
         tracker.resume(history, is_current=attempt.is_current)
         keep = keep_policy(keep_last=job.checkpoint.keep_last, keep_every=job.checkpoint.keep_every)
-        checkpointer = Checkpointer(attempt, model, save_every=job.checkpoint.save_every, keep=keep)
+        checkpointer = Checkpointer(attempt, model, save_every=job.checkpoint.save_every, keep=keep, say=say)
         return sft.train(
             model=model,
             loader=loader,
