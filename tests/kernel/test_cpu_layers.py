@@ -7,8 +7,11 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from tests.model.tiny_models import SIZES
+from twinkle_core.kernel import cpu_products
 from twinkle_core.kernel.cpu_layers import use_cpu_layers
 from twinkle_core.kernel.cpu_products import linear_product, lora_product, multiply
+from twinkle_core.kernel.cpu_rms_norm import rms_norm
+from twinkle_core.kernel.layers import prepare_layers
 from twinkle_core.kernel.packed_attention import document_boundaries, register
 
 
@@ -70,6 +73,25 @@ def test_lora_with_its_gradients_is_the_papers_in_float64(with_dropout: bool):
         close_to(one.grad, other.grad)
 
 
+@pytest.mark.parametrize("rows", [1, 256, 300])
+def test_rms_norm_with_its_gradients_is_that_of_float64(rows: int):
+    torch.manual_seed(0)
+    given = torch.randn(1, rows, 24), torch.randn(24), torch.randn(1, rows, 24)
+    ours = [tensor.clone().requires_grad_() for tensor in given[:2]]
+    states, weight = wanted = [tensor.double().requires_grad_() for tensor in given[:2]]
+    out, expected = rms_norm(*ours, 1e-2), weight * states / (states.square().mean(-1, keepdim=True) + 1e-2).sqrt()
+    close_to(out, expected)
+    out.backward(given[2])
+    expected.backward(given[2].double())
+    for one, other in zip(ours, wanted, strict=True):
+        assert (one.grad.double() - other.grad).abs().max() <= 3e-6 * other.grad.abs().max()
+
+
+def test_rms_norm_by_hand():
+    # States 3 and 4 have the mean square 12.5: 3 / sqrt(12.5) = 0.8485.
+    torch.testing.assert_close(rms_norm(torch.tensor([[3.0, 4.0]]), torch.tensor([1.0, 2.0]), 0.0), torch.tensor([[0.848528, 2.262742]]))
+
+
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (LlamaConfig, {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}),
     "qwen2, biases": (Qwen2Config, {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}),
@@ -110,7 +132,10 @@ def test_a_model_gives_the_logits_and_gradients_of_transformers_and_peft(case: s
     reference, exact = copy.deepcopy(model), copy.deepcopy(model).double()
     use_cpu_layers(model)
     replaced = sum("forward" in vars(module) for module in model.modules())
-    assert replaced >= 14  # two layers of seven linear maps
+    lora_parts = sum(type(module) is torch.nn.Linear and ".lora_" in name for name, module in model.named_modules())
+    bases = sum(name.endswith("base_layer") for name, _ in model.named_modules())
+    norms = 9 if kind is Qwen3Config else 5  # two a layer, one at the end; Qwen3 has two more a layer
+    assert replaced == 14 + norms + lora_parts + bases  # two layers of seven linear maps
     logits, found = gradients(model)
     theirs, wanted = gradients(reference)
     _, true = gradients(exact) if not adapter.get("lora_dropout") else (None, wanted)  # dropout of float64 draws others
@@ -134,6 +159,20 @@ def test_what_the_functions_do_not_know_goes_to_the_layers_own():
     layer.unmerge()
     layer.enable_adapters(False)
     torch.testing.assert_close(layer(inputs), inputs @ layer.base_layer.weight.T)
+
+
+@pytest.mark.parametrize("with_onednn", [True, False])
+@pytest.mark.parametrize("checkpointing", ["selective", "full"])
+def test_checkpointing_changes_no_bit(monkeypatch: pytest.MonkeyPatch, checkpointing: Any, with_onednn: bool):
+    if not with_onednn:
+        monkeypatch.setattr(cpu_products, "_has_onednn", lambda: False)
+    found = []
+    for mode in ("none", checkpointing):
+        model = built(LlamaConfig, {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"})
+        use_cpu_layers(model)
+        prepare_layers(model, checkpointing=mode)
+        found.append(gradients(model))
+    assert len(found[0][1]) == 28 and all(torch.equal(found[0][1][name], found[1][1][name]) for name in found[0][1])
 
 
 def test_names_and_parameters_stay_and_a_second_call_changes_nothing():

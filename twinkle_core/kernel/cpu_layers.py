@@ -14,15 +14,32 @@ from peft.tuners.lora.layer import Linear as LoraLinear
 from transformers import PreTrainedModel
 
 from twinkle_core.kernel.cpu_products import linear_product, lora_product
+from twinkle_core.kernel.cpu_rms_norm import rms_norm
+
+PLAIN_RMS_NORMS = {
+    f"transformers.models.{folder}.modeling_{folder}.{name}"
+    for folder, name in (
+        ("llama", "LlamaRMSNorm"),
+        ("mistral", "MistralRMSNorm"),
+        ("qwen2", "Qwen2RMSNorm"),
+        ("qwen2_moe", "Qwen2MoeRMSNorm"),
+        ("qwen3", "Qwen3RMSNorm"),
+        ("qwen3_moe", "Qwen3MoeRMSNorm"),
+        ("smollm3", "SmolLM3RMSNorm"),
+    )
+}
+"""Those that multiply by `weight` itself, after rounding to the input's type. Others add one to it, or have none."""
 
 
 def use_cpu_layers(model: PreTrainedModel) -> None:
-    """Puts the functions in place in the model's decoder layers, where they are not yet. Call it again after an adapter was added."""
-    layers = getattr(model.get_decoder(), "layers", None)
+    """Puts the functions in place in the model's decoder, where they are not yet. Call it again after an adapter was added."""
+    decoder: Any = model.get_decoder()
+    layers = getattr(decoder, "layers", None)
     if not isinstance(layers, torch.nn.ModuleList):
         return
-    for module in layers.modules():
-        function = _FUNCTIONS.get(type(module))
+    for module in [*layers.modules(), *decoder.children()]:
+        kind = type(module)
+        function = _rms_norm if f"{kind.__module__}.{kind.__qualname__}" in PLAIN_RMS_NORMS else _FUNCTIONS.get(kind)
         if function is not None and "forward" not in vars(module):
             module.forward = MethodType(function, module)
 
@@ -31,6 +48,13 @@ def _linear(self: torch.nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
     if not _are_plain(inputs, self.weight):
         return torch.nn.Linear.forward(self, inputs)
     return linear_product(inputs, self.weight, self.bias)
+
+
+def _rms_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    if not _are_plain(hidden_states, self.weight):
+        result: torch.Tensor = type(self).forward(self, hidden_states)
+        return result
+    return rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
 def _lora(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

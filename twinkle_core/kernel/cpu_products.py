@@ -24,7 +24,8 @@ def multiply(left: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _has_onednn() -> bool:
-    return torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability().startswith("AVX")
+    known = hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return known and torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability().startswith("AVX")
 
 
 def linear_product(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -77,7 +78,10 @@ class _Lora(torch.autograd.Function):
         inner_R_T = down @ seen.T
         ctx.save_for_backward(inputs if ctx.needs_input_grad[2] else None, seen, inner_R_T, weight, down, up)
         ctx.scaling, ctx.is_dropped = scaling, dropped is not None
-        return multiply(inputs, weight).addmm_(inner_R_T.T, up.T, alpha=scaling)
+        product = multiply(inputs, weight)
+        if _has_onednn():
+            return product.addmm_(inner_R_T.T, up.T, alpha=scaling)
+        return torch.addmm(product, inner_R_T.T, up.T, alpha=scaling)  # selective checkpointing keeps torch's products: not to be changed
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
