@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from answer import serve
-from train_settings import ALPHA, LR, MAX_NORM, RANK
 from train_rows import packed_rows
+from train_settings import ALPHA, LR, MAX_NORM, RANK
 
 from twinkle_core.config import LoraConfig
 from twinkle_core.model.transformers import TransformersModel

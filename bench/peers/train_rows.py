@@ -15,7 +15,7 @@ def packed_rows(file: Path, folder: Path) -> list[PackedRow]:
     template = Template(folder, max_length=ROW_LENGTH)
     chats = [Trajectory(messages=[Message(**message) for message in row["messages"]]) for row in conversations(str(file))]
     samples = template.batch_encode(chats)
-    bins = [row for row in pack(np.array([len(sample.input_ids) for sample in samples]), ROW_LENGTH)]
+    bins = list(pack(np.array([len(sample.input_ids) for sample in samples]), ROW_LENGTH))
     made = [
         PackedRow(
             input_ids=np.concatenate([samples[at].input_ids for at in row]),

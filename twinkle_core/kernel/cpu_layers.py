@@ -62,11 +62,7 @@ def _lora(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor
     if args or kwargs or self.disable_adapters or self.merged or len(active) != 1 or active[0] in self.lora_variant:
         return LoraLinear.forward(self, x, *args, **kwargs)
     base, down, up = self.base_layer, self.lora_A[active[0]], self.lora_B[active[0]]
-    if (
-        type(base) is not torch.nn.Linear
-        or up.bias is not None
-        or not _are_plain(x, base.weight, down.weight, up.weight)
-    ):
+    if type(base) is not torch.nn.Linear or up.bias is not None or not _are_plain(x, base.weight, down.weight, up.weight):
         return LoraLinear.forward(self, x)
     dropout = self.lora_dropout[active[0]]
     dropped = None if isinstance(dropout, torch.nn.Identity) or not dropout.training else dropout(x)
