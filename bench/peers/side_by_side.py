@@ -15,7 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).absolute().parent
+ROOT = HERE.parents[1]
 QUIET = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "true", "TRANSFORMERS_VERBOSITY": "error"}
 
 
@@ -26,7 +27,7 @@ class Peer:
     """
 
     def __init__(self, python: str, script: str, *arguments: str | Path | int) -> None:
-        self._command = [python, str(Path(__file__).with_name(script)), *map(str, arguments)]
+        self._command = [python, str(HERE / script), *map(str, arguments)]
         others = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         self._environment = others | QUIET | ({"PYTHONPATH": str(ROOT)} if python == sys.executable else {})
 

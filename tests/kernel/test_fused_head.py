@@ -38,6 +38,25 @@ def test_by_hand():
     torch.testing.assert_close(hidden.grad, torch.tensor([[0.75 * 1.0986123]]))
 
 
+@pytest.mark.parametrize("words", [33, 70_000])
+def test_large_logits_and_any_number_of_words_give_the_losses_of_float64(words: int):
+    torch.manual_seed(0)
+    hidden, weight, factors = 20 * torch.randn(7, 8), torch.randn(words, 8), torch.rand(7)
+    labels = torch.randint(0, words, (7,))
+    ours = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    exact = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    loss, losses = linear_cross_entropy(*ours, labels, factors)
+    reference = torch.nn.functional.cross_entropy(exact[0] @ exact[1].T, labels, reduction="none")
+    torch.testing.assert_close(losses.double(), reference.detach(), rtol=1e-5, atol=1e-4)
+    loss.backward(retain_graph=True)
+    (reference * factors).sum().backward()
+    for one, other in zip(ours, exact, strict=True):
+        torch.testing.assert_close(one.grad.double(), other.grad, rtol=1e-4, atol=1e-4)
+    once = ours[1].grad.clone()
+    loss.backward()  # what is kept for the backward pass is not changed by it
+    assert torch.equal(ours[1].grad, once + once)
+
+
 def test_no_logits_beyond_a_chunk_exist():
     largest = 0
 

@@ -12,10 +12,15 @@ from typing import Any
 
 import torch
 
+from twinkle_core.kernel.cpu_products import multiply
 from twinkle_core.types import IGNORE
 
-CHUNK_ELEMENTS = {"cuda": 1 << 29, "cpu": 1 << 25}
-"""Logits in flight at a time: 1 GiB in bf16 on a GPU, 128 MiB in float32 on a CPU."""
+CHUNK_ELEMENTS = {"cuda": 1 << 29, "cpu": 1 << 23}
+"""Logits in flight at a time: 1 GiB in bf16 on a GPU, 32 MiB in float32 on a CPU, where larger memory goes back to the system each time."""
+CHUNK_ELEMENTS_FOR_WEIGHT = {"cuda": 1 << 29, "cpu": 1 << 25}
+"""The same where the weight is trained: its product is slow with few rows on a CPU."""
+CACHED_ELEMENTS = 1 << 17
+"""float32 values that a core's own cache holds beside what else it needs (512 KiB)."""
 
 
 def linear_cross_entropy(
@@ -33,7 +38,8 @@ def linear_cross_entropy(
     weight's gradient is summed in float32. Give supervised positions only: an ignored one costs as much as any.
     As https://pytorch.org/docs/stable/generated/torch.nn.functional.cross_entropy.html over the whole logits.
     """
-    rows = chunk_rows or max(1, CHUNK_ELEMENTS.get(hidden.device.type, 1 << 25) // weight.shape[0])
+    limits = CHUNK_ELEMENTS_FOR_WEIGHT if weight.requires_grad and torch.is_grad_enabled() else CHUNK_ELEMENTS
+    rows = chunk_rows or max(1, limits.get(hidden.device.type, 1 << 23) // weight.shape[0])
     kept = labels != IGNORE
     factors = kept.float() if loss_weights is None else loss_weights.float().masked_fill(~kept, 0.0)
     losses: tuple[torch.Tensor, torch.Tensor] = _LinearCrossEntropy.apply(hidden, weight, labels.clamp_min(0), kept, factors, rows)  # type: ignore[no-untyped-call]
@@ -52,18 +58,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if for_hidden else None
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if for_weight else None
         losses = torch.zeros(len(targets), dtype=torch.float32, device=hidden.device)
-        replace = _compiled() if device == "cuda" else replace_by_gradient
+        replace = _compiled() if device == "cuda" else _replace_in_cache if dtype == torch.float32 else replace_by_gradient
         with torch.autocast(device, enabled=False):
             for part in _chunks(len(targets), rows):
                 states = hidden[part].to(dtype)
-                logits = states @ cast.T
+                logits = multiply(states, cast)
                 given = logits, targets[part], factors[part]
                 if device == "cuda":
                     for tensor in given:  # one compilation for chunks of any number of tokens
                         torch._dynamo.maybe_mark_dynamic(tensor, 0)
                 losses[part] = replace(*given)
                 if grad_hidden is not None:
-                    grad_hidden[part] = logits @ cast
+                    grad_hidden[part] = multiply(logits, cast.T)
                 if grad_weight is not None:
                     _add_product(grad_weight, logits.T, states)
         losses.masked_fill_(~kept, 0.0)
@@ -75,6 +81,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
+        if grads[0].is_cpu and grads[0] == 1.0 and (grad_weight is None or grad_weight.dtype == ctx.weight_dtype):
+            return grad_hidden, grad_weight, None, None, None, None
         scaled_hidden = None if grad_hidden is None else torch.mul(grad_hidden, grads[0], out=torch.empty_like(grad_hidden))
         scaled_weight = None
         if grad_weight is not None:  # scaled in float32, rounded once
@@ -95,6 +103,20 @@ def replace_by_gradient(logits: torch.Tensor, targets: torch.Tensor, factors: to
         probabilities.scatter_add_(1, targets[:, None], torch.full_like(log_norms[:, None], -1.0))
         gradient = probabilities.mul_(factors[:, None])
     logits.copy_(gradient)
+    return losses
+
+
+def _replace_in_cache(logits: torch.Tensor, targets: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """`replace_by_gradient` of float32 logits a few rows at a time, so that each is read from memory once, with one exponential a logit."""
+    losses = torch.empty_like(factors)
+    rows = max(1, CACHED_ELEMENTS // logits.shape[1])
+    parts = zip(logits.split(rows), targets[:, None].split(rows), factors[:, None].split(rows), losses.split(rows), strict=True)
+    for values, aims, weights, found in parts:
+        highest = values.amax(dim=-1, keepdim=True)
+        of_targets = values.gather(1, aims) - highest
+        sums = values.sub_(highest).exp_().sum(dim=-1, keepdim=True)
+        found.copy_((sums.log() - of_targets)[:, 0])
+        values.mul_(weights / sums).scatter_add_(1, aims, -weights)
     return losses
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from twinkle_core.errors import ConfigError
+from twinkle_core.kernel.cpu_layers import use_cpu_layers
 from twinkle_core.model.adapter import Adapter, read_adapter
 from twinkle_core.model.adapter_state import AdapterState
 from twinkle_core.model.checkpoint_worker import CheckpointWorker
@@ -95,6 +96,8 @@ class AdaptersWorker(CheckpointWorker):
             state.waiting = saved if self.placement.needs_meta else None
         self.states = {adapter_name: state} if first else {**self.states, adapter_name: state}
         self._active = state
+        if self._placed and self.device.type == "cpu":
+            use_cpu_layers(self.model)
         if first and not self._placed and (half := compute_type(self._precision, self.device)) is not torch.float32:
             adapted = {id(parameter) for parameter in adapter.parameters().values()}
             for parameter in self.model.parameters():
@@ -133,6 +136,8 @@ class AdaptersWorker(CheckpointWorker):
             if state.waiting is not None:
                 self.placement.scatter(state.waiting, state.parameters)
                 state.waiting = None
+        if self.device.type == "cpu":
+            use_cpu_layers(self.model)
         self._placed = True
 
     def set_optimizer(self, optimizer_cls: Any, arguments: Mapping[str, Any], adapter_name: str | None) -> None:

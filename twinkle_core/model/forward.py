@@ -83,8 +83,8 @@ class Forward:
             return Answer(labels=chosen, weights=weights, hidden=self._hidden(batch)[positions])
         with self.autocast():
             output = self.model(**self._inputs(batch), logits_to_keep=positions, use_cache=False)
-        logits = output.logits[0] if temperature == 1.0 else output.logits[0] / temperature
-        return Answer(labels=chosen, weights=weights, logits=logits)
+        logits = output.logits.squeeze(0)  # indexing would copy the whole gradient into zeros
+        return Answer(labels=chosen, weights=weights, logits=logits if temperature == 1.0 else logits / temperature)
 
     def head_weight(self) -> torch.Tensor:
         """[V, H]. Raises `ConfigError` where logits are not its product with the hidden states."""
