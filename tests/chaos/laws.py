@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -17,6 +18,7 @@ from tests.chaos.trainings import MARK
 from twinkle_cli.collect import collect
 from twinkle_core.checkpoint.manifest import Manifest, read_head
 from twinkle_core.checkpoint.restore import newest_valid
+from twinkle_core.infra.guardian import find_tree
 
 Journal = list[dict[str, Any]]
 Seen = dict[tuple[int, int], list[int]]
@@ -95,10 +97,10 @@ def check_processes(script: Script) -> None:
 
 
 def check_ray() -> None:
-    """No actor lives, and every core is free again, though the cluster and this process stay."""
+    """No actor lives below this process, and every core is free again, though the cluster stays."""
     import ray
 
-    _until_none(lambda: [pid for pid, folder in _processes() if _read(folder / "cmdline").startswith(b"ray::WorkerHost")])
+    _until_none(lambda: [pid for pid in _below() if _read(Path(f"/proc/{pid}/cmdline")).startswith(b"ray::WorkerHost")])
     _until_none(lambda: [] if ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"] else [ray.available_resources()])
 
 
@@ -111,6 +113,10 @@ def _until_none(find: Any) -> None:
 
 def _processes() -> Iterable[tuple[int, Path]]:
     return ((int(folder.name), folder) for folder in Path("/proc").glob("[0-9]*"))
+
+
+def _below() -> Iterable[int]:
+    return find_tree({}, lambda _, parent: parent == os.getpid())
 
 
 def _read(path: Path) -> bytes:

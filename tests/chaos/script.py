@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -55,7 +56,7 @@ class Script:
 
     def note(self, kind: str, **facts: Any) -> None:
         """One line of the journal; whole, whichever process dies next."""
-        line = json.dumps({"kind": kind, "pid": os.getpid(), **facts}).encode() + b"\n"
+        line = json.dumps({"kind": kind, "pid": os.getpid(), "time": time.time(), **facts}).encode() + b"\n"
         handle = os.open(self.folder / "journal.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
             os.write(handle, line)

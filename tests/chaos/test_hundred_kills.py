@@ -49,12 +49,12 @@ class Setting:
 
 SETTINGS = {
     "lora-local": Setting(lora=True, on_ray=False, on_s3=False, batch_size=4, save_every=2),
-    "full-local": Setting(lora=False, on_ray=False, on_s3=True, batch_size=4, save_every=1, wide=True),
+    "full-local": Setting(lora=False, on_ray=False, on_s3=True, batch_size=4, save_every=2, wide=True),
     "lora-ray": Setting(lora=True, on_ray=True, on_s3=True, batch_size=5, save_every=1),
-    "full-ray": Setting(lora=False, on_ray=True, on_s3=False, batch_size=5, save_every=2),
+    "full-ray": Setting(lora=False, on_ray=True, on_s3=False, batch_size=5, save_every=1),
 }
-LOCAL_SHARE = {"driver": 3, "writer": 3, "uploader": 3}
-RAY_SHARE = {"driver": 2, "worker 0": 2, "worker 1": 2, "writer": 3, "uploader": 3}
+LOCAL_SHARE = {"driver": 4, "writer": 3, "uploader": 3}
+RAY_SHARE = {"driver": 2, "worker 0": 2, "worker 1": 2, "writer": 2, "uploader": 2}
 BLOCKS = [(name, number) for name, setting in SETTINGS.items() for number in range(2 if setting.on_ray else 3)]
 
 

@@ -17,7 +17,7 @@ from tests.chaos.harness import Scene
 from tests.chaos.script import Script, Trigger
 from twinkle_core.types import NoProgress
 
-VICTIM_SECONDS = 240.0
+VICTIM_SECONDS = 900.0
 MODEL_EVENTS = ("forward_backward", "clip_grad_and_step", "begin_save", "end_save", "restore_from")
 STORE_EVENTS = ("put", "put_if_absent", "compare_and_swap", "delete")
 MARK = "TWINKLE_CHAOS"
