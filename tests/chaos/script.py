@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from twinkle_core.infra.guardian import read_stat
+
 VICTIMS = ("driver", "worker 0", "worker 1", "writer", "uploader")
 """Whose event it is. The writer and the uploader are threads of worker 0, which in local mode is the driver's process."""
 MODES = {
@@ -79,6 +81,8 @@ class Trigger:
         self._outlives_kills = outlives_kills
         self._counts = dict.fromkeys(VICTIMS, 0)
         self._lock = threading.Lock()
+        stat = read_stat(os.getpid())
+        script.note("process", started=stat[1] if stat is not None else 0)
 
     def wrap(self, victim: str, name: str, original: Callable[..., Any], half: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """`original` as an event of `victim`; `half(*args)` does half of it."""

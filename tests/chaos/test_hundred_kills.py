@@ -20,7 +20,8 @@ from storage.store import open_store
 from tests.chaos.harness import Result, Scene, result_of
 from tests.chaos.laws import Journal, Seen, check_all, seen
 from tests.chaos.script import MODES, PlannedKill, Script
-from tests.chaos.trainings import run_to_the_end
+from tests.chaos.trainings import WORKERS, run_to_the_end
+from tests.chaos.worker_server import worker_server
 from tests.servers import create_bucket, s3_server
 from twinkle_core.config import CheckpointConfig, LoraConfig, ModelConfig, ResourcesConfig
 
@@ -84,17 +85,18 @@ def server() -> Iterator[dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def ray_address(server: dict[str, str]) -> Iterator[str]:
-    """One cluster for all trainings: it outlives their drivers. Its workers inherit the server's settings."""
+def cluster(server: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """(address, executable of its workers): one for all trainings, which outlives their drivers. Inherits the server's settings."""
     import ray
 
     from twinkle_core.infra.local_ray import LocalRay
 
-    cluster = LocalRay()
+    local = LocalRay()
     try:
-        yield ray.get_runtime_context().gcs_address
+        with worker_server(tmp_path_factory.mktemp("workers")) as executable:
+            yield ray.get_runtime_context().gcs_address, executable
     finally:
-        cluster.shutdown()
+        local.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -119,12 +121,12 @@ def make(request: pytest.FixtureRequest, scene: Scene, server: dict[str, str]) -
 
     def made(name: str, home: Path) -> Scene:
         setting = SETTINGS[name]
-        address = request.getfixturevalue("ray_address") if setting.on_ray else None
+        address, executable = request.getfixturevalue("cluster") if setting.on_ray else (None, "")
         model = request.getfixturevalue("wide_llama") if setting.wide else Path(scene.settings.model.source)
         shutil.copytree(scene.home, home)
-        environment = {}
+        environment = {WORKERS: executable} if setting.on_ray else {}
         if setting.on_s3:
-            environment = {**server, "TWINKLE_STORE": f"s3://{BUCKET}/{uuid.uuid4().hex}"}
+            environment |= {**server, "TWINKLE_STORE": f"s3://{BUCKET}/{uuid.uuid4().hex}"}
             ours, theirs = scene.context().store, open_store(environment["TWINKLE_STORE"])
             for info in ours.list():
                 theirs.put(info.key, ours.get(info.key))

@@ -9,7 +9,7 @@ import signal
 import tempfile
 import traceback
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 from tests.chaos.armed_worker import ARMED_WORKER
@@ -22,6 +22,8 @@ MODEL_EVENTS = ("forward_backward", "clip_grad_and_step", "begin_save", "end_sav
 STORE_EVENTS = ("put", "put_if_absent", "compare_and_swap", "delete")
 MARK = "TWINKLE_CHAOS"
 """Is set in the environment of everything that a victim starts."""
+WORKERS = "TWINKLE_CHAOS_WORKERS"
+"""In a scene's environment: what starts its Ray workers (see `worker_server`)."""
 
 
 def run_to_the_end(scene: Scene, script: Script) -> int:
@@ -80,6 +82,10 @@ def _install(script: Script) -> None:
             trigger.patch("driver", store, name)
     for name in MODEL_EVENTS:
         trigger.patch("driver", TransformersModel, name)
+    if WORKERS in os.environ:
+        import ray
+
+        ray.init = partial(ray.init, runtime_env={"py_executable": os.environ[WORKERS]})
     open_group = run.open_group
 
     def open_armed(_worker_class: object, *args: Any, **kwargs: Any) -> Any:
