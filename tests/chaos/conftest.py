@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from twinkle_core.config import CheckpointConfig, LoraConfig, ModelConfig, Resou
 from twinkle_core.types import IGNORE, PackedRow
 
 DOCUMENT_TOKENS = 24
+KILLS_SEEN: pytest.StashKey[Counter[tuple[str, str, str]]] = pytest.StashKey()
 NUM_ROWS = 9
 """With batches of 4 over 2 epochs: 18 rows, 5 optimizer steps, the last with 2 rows."""
 
@@ -71,6 +73,30 @@ def undisturbed(scene: Scene, tmp_path_factory: pytest.TempPathFactory) -> tuple
     shutil.copytree(scene.home, home)
     ending = run_victim(scene.at(home))
     return result_of(scene.at(home)), ending
+
+
+@pytest.fixture(scope="session")
+def kills_seen(pytestconfig: pytest.Config) -> Counter[tuple[str, str, str]]:
+    """(scene, victim, what) -> how often; printed at the end of the run."""
+    return pytestconfig.stash.setdefault(KILLS_SEEN, Counter())
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """The table of kills: how many happened, and of those how many went on from a checkpoint."""
+    if not (counts := config.stash.get(KILLS_SEEN, Counter())):
+        return
+    terminalreporter.section("kills that happened (of them resumed from a checkpoint)")
+    victims = sorted({victim for _, victim, _ in counts if victim})
+    names = sorted({name for name, _, _ in counts})
+    terminalreporter.write_line(f"{'scene':12}" + "".join(f"{victim:>12}" for victim in (*victims, "all", "files left")))
+    for name in (*names, "all"):
+        chosen = names if name == "all" else [name]
+
+        def total(victim: str | None, what: str, chosen: list[str] = chosen) -> int:
+            return sum(n for (scene, who, which), n in counts.items() if scene in chosen and who == (victim or who) and which == what)
+
+        cells = [f"{total(victim, 'kills')} ({total(victim, 'resumed')})" for victim in (*victims, None)]
+        terminalreporter.write_line(f"{name:12}" + "".join(f"{cell:>12}" for cell in (*cells, str(total(None, "files left")))))
 
 
 def write_random_shards(folder: Path) -> None:

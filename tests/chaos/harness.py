@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +49,11 @@ class Scene:
     home: Path
     shards: ArtifactRef
     settings: TrainSettings
+    environment: dict[str, str] = field(default_factory=dict)
+    """What its processes need besides: TWINKLE_STORE for a store that is not in the home, and the settings of its server."""
 
     def context(self) -> Context:
-        settings = Settings.from_env({"TWINKLE_HOME": str(self.home)})
+        settings = Settings.from_env({**self.environment, "TWINKLE_HOME": str(self.home)})
         return Context(settings=settings, spec=RunSpec(run_id="chaos", flow="sft", params={}, code={}))
 
     def at(self, home: Path) -> Scene:

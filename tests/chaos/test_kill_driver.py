@@ -37,15 +37,6 @@ def test_a_killed_training_ends_as_if_nothing_had_happened(fresh: Fresh, undistu
     assert check_kills(fresh, undisturbed, seed) > 0
 
 
-@pytest.mark.chaos
-@pytest.mark.timeout(1800)
-def test_twenty_random_kills(fresh: Fresh, undisturbed: tuple[Result, Ending]) -> None:
-    kills, seed = 0, 100
-    while kills < 20:
-        kills += check_kills(fresh, undisturbed, seed)
-        seed += 1
-
-
 @pytest.mark.slow
 def test_the_scene_has_what_the_law_speaks_of(undisturbed: tuple[Result, Ending]) -> None:
     result, ending = undisturbed
