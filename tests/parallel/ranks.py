@@ -39,6 +39,8 @@ class _Ranks:
             theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
+        self.started = [pipe.recv() for pipe in self.pipes]
+        """Nothing is timed before all are up: that takes long on a busy machine."""
 
     def call(self, call: tuple[Any, ...], limit_seconds: float) -> list[Any]:
         for pipe in self.pipes:
@@ -95,6 +97,7 @@ def run_ranks(world_size: int, body: Callable[..., Any], folder: Path, *args: An
 def _serve(rank: int, world_size: int, calls: Connection) -> None:
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
+    calls.send(rank)
     while True:
         try:
             meeting, body, args = calls.recv()

@@ -19,7 +19,7 @@ from twinkle_core.model.loading import load_model
 from twinkle_core.model.losses import LossFunction, needs_of
 from twinkle_core.model.optimizer import Schedule
 from twinkle_core.model.parallel.late_adapters import check_late, whole_shapes
-from twinkle_core.model.placement import open_placement
+from twinkle_core.model.placement import Replicated, open_placement
 from twinkle_core.model.seeding import derive_seed
 from twinkle_core.model.spec import ModelSpec
 
@@ -48,7 +48,8 @@ class AdaptersWorker(CheckpointWorker):
         self._seed = spec.seed
         self._placed = False
         self._active: AdapterState | None = None
-        self.model, self.folder = load_model(spec, self.device, on_meta=self.placement.needs_meta)
+        check = None if isinstance(self.placement, Replicated) else self.placement.check
+        self.model, self.folder = load_model(spec, self.device, on_meta=self.placement.needs_meta, check=check)
         self.forwards = Forward(self.model, self.placement, self.device, self._precision)
         self.states = {"": self._new_state(None, 1)}
         if self.placement.needs_meta:
@@ -70,7 +71,8 @@ class AdaptersWorker(CheckpointWorker):
         if adapter_name in self.states and adapter_name:
             raise ConfigError(f"adapter {adapter_name!r} is there already")
         if self._placed and not self.placement.takes_adapters_late:
-            raise ConfigError("add all adapters before the first optimizer is set: the parameters lie on their workers by now")
+            late = "set memory_efficient_init=False, and " if self.placement.needs_meta else ""
+            raise ConfigError(f"{late}add all adapters before the first optimizer is set: layers are split over the workers by now")
         saved: Mapping[str, torch.Tensor] | None = None
         if isinstance(config, str):
             config, saved = read_adapter(config)
@@ -80,6 +82,8 @@ class AdaptersWorker(CheckpointWorker):
             check_late(config)
         with whole_shapes(self.model) if self._placed else nullcontext():
             adapter = Adapter(self.model, adapter_name, config, seed, beside=beside, is_trainable=is_trainable)
+        if not self._placed:
+            self.placement.check(self.model)
         state = self._new_state(adapter, accumulation)
         if saved is not None:
             self.load_weights(state, saved, adapter_name)  # before the model is placed: refused in time
@@ -130,6 +134,7 @@ class AdaptersWorker(CheckpointWorker):
 
     def set_loss(self, loss: LossFunction, adapter_name: str | None) -> None:
         needs_of(loss)
+        self._refuse_cut("a loss of its own")
         self.state(adapter_name).loss = loss
 
     def set_processor(self, processor: Any, adapter_name: str | None) -> None:
@@ -163,7 +168,13 @@ class AdaptersWorker(CheckpointWorker):
             {"num_skipped_steps": state.scaler.num_skipped, "loss_scale": state.scaler.scale} if state.scaler is not None else {}
         )
 
+    def _refuse_cut(self, what: str) -> None:
+        """On every rank, before any of them waits for another."""
+        if self.placement.cuts_rows:
+            raise ConfigError(f"the mesh cuts rows over ranks (ulysses_size, cp_size), and {what} needs whole rows: use fsdp_size")
+
     def add_metric(self, metric: Any, is_training: bool, adapter_name: str | None) -> None:
+        self._refuse_cut("a metric of the forward pass")
         self.state(adapter_name).metrics[is_training].append(metric)
 
     def metric_sums(self, is_training: bool, adapter_name: str | None) -> list[dict[str, float]]:
