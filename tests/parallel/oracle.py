@@ -47,23 +47,30 @@ def save_adapter(folder: Path, base: Path, **settings: Any) -> Path:
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             torch.nn.init.normal_(parameter, std=0.1)
-    adapted.save_pretrained(folder)
+    adapted.save_pretrained(folder, save_embedding_layers=False)
     return folder
 
 
-def oracle(folder: Path, adapter: Path | None, name: str, max_norm: float) -> dict[str, Any]:
-    """Transformers' own attention, torch's own cross-entropy: packed documents one by one, others padded with a mask."""
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+def oracle_of_batch(folder: Path, adapter: Path | None, name: str, max_norm: float) -> dict[str, Any]:
+    """Of one of `BATCHES`."""
+    return oracle(folder, adapter, [row for rows, _ in BATCHES[name] for row in rows], max_norm, padded=name.startswith("padded"))
+
+
+def oracle(
+    folder: Path, adapter: Path | None, rows: Sequence[PackedRow], max_norm: float, *, padded: bool = False, attention: str = "sdpa"
+) -> dict[str, Any]:
+    """Transformers' own attention, torch's own cross-entropy: documents one by one, or `padded` to one batch with a mask."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
     if adapter is not None:
         model = peft.PeftModel.from_pretrained(model, adapter, is_trainable=True)
-    rows = [row for rows, _ in BATCHES[name] for row in rows]
     weight = sum(row.loss_weight for row in rows)
     total = 0.0
-    for part in [rows] if name.startswith("padded") else [[one] for row in rows for one in _documents(row)]:
+    for part in [rows] if padded else [[one] for row in rows for one in _documents(row)]:
         loss = _padded_loss(model, part)
         (loss / weight).backward()
         total += float(loss.detach())
-    trained = {saved_name(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    names = _saved_names(model) if adapter is not None else {}
+    trained = {names.get(id(value), name): value for name, value in model.named_parameters() if value.requires_grad}
     norm = float(torch.nn.utils.clip_grad_norm_(trained.values(), max_norm))
     return {
         "loss": total,
@@ -74,9 +81,11 @@ def oracle(folder: Path, adapter: Path | None, name: str, max_norm: float) -> di
     }
 
 
-def saved_name(name: str) -> str:
-    """Of a trained parameter, as peft spells it in files."""
-    return name.replace(".default", "")
+def _saved_names(model: peft.PeftModel) -> dict[int, str]:
+    """Of each trained parameter (by id) the name that peft gives it in files."""
+    by_place = {value.data_ptr(): id(value) for value in model.parameters() if value.requires_grad}
+    saved = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    return {by_place[value.data_ptr()]: name for name, value in saved.items()}
 
 
 def _documents(row: PackedRow) -> list[PackedRow]:

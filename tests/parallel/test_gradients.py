@@ -16,14 +16,19 @@ import pytest
 
 from tests.model.tiny_models import save_model
 from tests.parallel.bodies import gradients_of
-from tests.parallel.oracle import BATCHES, assert_same, oracle, save_adapter
+from tests.parallel.oracle import BATCHES, assert_same, oracle_of_batch, save_adapter
 from tests.parallel.ranks import run_ranks
 
 SLOW = pytest.mark.slow
 FULL, LORA = "full", "lora"
-TARGETS = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
-EXPERTS = ["q_proj", "v_proj", "o_proj"]
-"""Of a model whose MLPs are experts."""
+ADAPTERS: dict[str, dict[str, Any]] = {
+    LORA: {"target_modules": r".*\.(q_proj|v_proj|o_proj|up_proj|down_proj)"},
+    "dora": {"target_modules": ["q_proj", "down_proj"], "use_dora": True},
+    "saved": {"target_modules": ["q_proj", "o_proj"], "modules_to_save": ["lm_head"], "use_rslora": True, "rank_pattern": {"q_proj": 2}},
+    "head": {"target_modules": ["q_proj", "lm_head", "embed_tokens"]},
+    "experts": {"target_modules": ["o_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+}
+"""What is trained where it is not the whole model."""
 MAX_NORM = 0.5
 EFFICIENT = {"memory_efficient_init": True}
 RECOMPUTED = {"fsdp_config": {"activation_checkpointing": "full"}}
@@ -53,6 +58,7 @@ FORMS: dict[str, tuple[str, dict[str, int] | None, dict[str, Any]]] = {
     "ep2-ep_fsdp2": ("qwen3_moe", {"dp_size": 2, "fsdp_size": 2, "ep_size": 2}, EFFICIENT),
     "ep4": ("qwen3_moe", {"fsdp_size": 4, "ep_size": 4}, {}),
     "tp2": ("qwen3", {"tp_size": 2}, {}),
+    "tp2-untied": ("llama", {"tp_size": 2}, {}),
     "fsdp2-tp2": ("llama", {"fsdp_size": 2, "tp_size": 2}, {}),
     "dp2-tp2": ("qwen3", {"dp_size": 2, "tp_size": 2}, {}),
 }
@@ -60,10 +66,10 @@ FORMS: dict[str, tuple[str, dict[str, int] | None, dict[str, Any]]] = {
 NUM_RANKS = {"one": 1, "ddp2-no-mesh": 2}
 FAST = {"one": LORA, "ddp2": FULL, "fsdp2": FULL, "fsdp2-tied": LORA, "fsdp2-ulysses2": LORA, "ring2": FULL, "ep2": FULL, "tp2": FULL}
 """One of each form, for the fast suite."""
+MORE = [("fsdp2", "dora"), ("fsdp2", "saved"), ("fsdp2-moe", "experts"), ("tp2-untied", "head")]
 CASES = [
     pytest.param(form, trained, id=f"{form}-{trained}", marks=() if FAST.get(form) == trained else SLOW)
-    for form in FORMS
-    for trained in (FULL, LORA)
+    for form, trained in [*((form, trained) for form in FORMS for trained in (FULL, LORA)), *MORE]
 ]
 
 
@@ -76,18 +82,17 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tu
         return save_model(tmp_path_factory.mktemp(architecture), architecture)
 
     @cache
-    def adapter(architecture: str) -> Path:
-        targets = EXPERTS if architecture == "qwen3_moe" else TARGETS
-        return save_adapter(tmp_path_factory.mktemp(f"{architecture}-adapter"), base(architecture), target_modules=targets)
+    def adapter(architecture: str, trained: str) -> Path:
+        return save_adapter(tmp_path_factory.mktemp(f"{architecture}-{trained}"), base(architecture), **ADAPTERS[trained])
 
-    return lambda architecture, trained: (base(architecture), adapter(architecture) if trained == LORA else None)
+    return lambda architecture, trained: (base(architecture), None if trained == FULL else adapter(architecture, trained))
 
 
 @pytest.fixture(scope="module")
 def expected(folders: Callable[[str, str], tuple[Path, Path | None]]) -> Callable[[str, str], dict[str, dict[str, Any]]]:
     @cache
     def of(architecture: str, trained: str) -> dict[str, dict[str, Any]]:
-        return {name: oracle(*folders(architecture, trained), name, MAX_NORM) for name in BATCHES}
+        return {name: oracle_of_batch(*folders(architecture, trained), name, MAX_NORM) for name in BATCHES}
 
     return of
 

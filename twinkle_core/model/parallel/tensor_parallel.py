@@ -125,7 +125,7 @@ def layers_to_split(model: PreTrainedModel, size: int) -> list[tuple[str, torch.
     """
     plan = dict(getattr(model, "tp_plan", None) or {})
     kind = model.config.model_type
-    if not plan:
+    if not any("layers." in name for name in plan):  # some models have one for the head alone
         raise ConfigError(f"model type '{kind}' has no tensor-parallel plan in transformers: set tp_size to 1 and use fsdp_size")
     config = model.config.get_text_config()
     for what, number in (("attention heads", config.num_attention_heads), ("key-value heads", config.num_key_value_heads)):
