@@ -40,9 +40,9 @@ def gradients_of_batch(model: TransformersModel, worker: Any, name: str, max_nor
     whole = worker.placement.gather({name: parameter.grad for name, parameter in parameters.items()})
     model.zero_grad()
     return {
-        "loss": sum(output.loss_sum for output in outputs),
+        "loss": sum(float(output.loss_sum) for output in outputs),
         "num_loss_tokens": sum(output.num_loss_tokens for output in outputs),
         "weight": sum(output.loss_weight for output in outputs),
-        "norm": norm,
+        "norm": float(norm or 0.0),
         "gradients": {name: value.numpy() for name, value in whole.items()},
     }

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PRELOAD = ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "transformers", "peft", "tests.parallel.oracle"]
+PRELOAD = ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "transformers", "peft", "tests.model.tiny_models"]
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(PRELOAD)
 

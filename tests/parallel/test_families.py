@@ -112,8 +112,8 @@ def results(rank: int, folder: Path, forms: Sequence[str]) -> dict[str, Any]:
         norm = model.clip_grad_norm(1e9)
         whole = worker.placement.gather({name: parameter.grad for name, parameter in worker.state().parameters.items()})
         model.zero_grad()
-        answer: dict[str, Any] = {"loss": output.loss_sum, "num_loss_tokens": output.num_loss_tokens, "weight": output.loss_weight}
-        answer |= {"norm": norm, "gradients": {name: value.numpy() for name, value in whole.items()}}
+        answer: dict[str, Any] = {"loss": float(output.loss_sum), "num_loss_tokens": output.num_loss_tokens, "weight": output.loss_weight}
+        answer |= {"norm": float(norm or 0.0), "gradients": {name: value.numpy() for name, value in whole.items()}}
         answer["apart"] = taught(model, worker)
         model.set_processor(Merged())
         answer["merged"] = taught(model, worker)

@@ -138,5 +138,3 @@ def _as_old_file(folder: Path) -> None:
     path = folder / "model.safetensors"
     torch.save(load_file(path), folder / "pytorch_model.bin")
     path.unlink()
-
-

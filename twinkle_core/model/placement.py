@@ -64,7 +64,7 @@ class Placement(Protocol):
     """A rank computes some positions of each row alone, so that nothing a row is asked for as a whole is known to it."""
 
     def check(self, model: PreTrainedModel) -> None:
-        """Raises `ConfigError` for a model, adapters included, that cannot lie so. Its parameters need no memory yet; nothing is changed."""
+        """Raises `ConfigError` for a model, adapters included, that cannot lie so. Its parameters need no memory; nothing is changed."""
         ...
 
     def place(self, model: PreTrainedModel, folder: Path | None) -> None:

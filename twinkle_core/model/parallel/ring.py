@@ -167,9 +167,7 @@ def register(group: dist.ProcessGroup) -> str:
             raise DataError(f"{name}: documents of {seq_lens} tokens, but {length} on each of {ring.size} ranks")
         grouped = query[0].float().reshape(num_kv_heads, num_heads // num_kv_heads, length, width)
         lengths = tuple(size // ring.size for size in seq_lens)
-        out = _ring_attention(
-            grouped, torch.stack([key[0], value[0]]).float(), ring, lengths, width**-0.5 if scaling is None else scaling
-        )
+        out = _ring_attention(grouped, torch.stack([key[0], value[0]]).float(), ring, lengths, width**-0.5 if scaling is None else scaling)
         return out.reshape(1, num_heads, length, width).transpose(1, 2).to(query.dtype).contiguous(), None
 
     name = "twinkle_ring_" + "_".join(map(str, dist.get_process_group_ranks(group)))
