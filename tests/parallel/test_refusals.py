@@ -117,6 +117,7 @@ def whole_rows(rank: int, folder: Path) -> list[str]:
             "forward_only": lambda model=model: model.forward_only([packed_row(9)]),
         }
         messages += [message_of(call) for call in calls.values()]
+        model.set_loss("CrossEntropyLoss")
         assert float(model.forward_backward(packed_rows(1)).loss_sum) > 0, "the model goes on"
     return messages
 

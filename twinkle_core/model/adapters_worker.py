@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from twinkle_core.errors import ConfigError
+from twinkle_core.loss.cross_entropy import CrossEntropyLoss
 from twinkle_core.model.adapter import Adapter, read_adapter
 from twinkle_core.model.adapter_state import AdapterState
 from twinkle_core.model.checkpoint_worker import CheckpointWorker
@@ -134,8 +135,10 @@ class AdaptersWorker(CheckpointWorker):
 
     def set_loss(self, loss: LossFunction, adapter_name: str | None) -> None:
         needs_of(loss)
-        self._refuse_cut("a loss of its own")
-        self.state(adapter_name).loss = loss
+        is_plain = loss in (CrossEntropyLoss(), CrossEntropyLoss(reduction="sum"))
+        if not is_plain:
+            self._refuse_cut("a loss of its own")
+        self.state(adapter_name).loss = None if is_plain and self.placement.cuts_rows else loss
 
     def set_processor(self, processor: Any, adapter_name: str | None) -> None:
         self.state(adapter_name).processor = processor
