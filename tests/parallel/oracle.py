@@ -40,12 +40,12 @@ BATCHES: dict[str, list[Call]] = {
 
 
 def save_adapter(folder: Path, base: Path, **settings: Any) -> Path:
-    """A LoRA adapter by peft itself, none of whose matrices is zero."""
+    """An adapter by peft itself, none of whose matrices is zero."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     torch.manual_seed(11)
     adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, **settings))
-    for parameter in adapted.parameters():
-        if parameter.requires_grad:
+    for name, parameter in adapted.named_parameters():
+        if parameter.requires_grad and "magnitude" not in name:
             torch.nn.init.normal_(parameter, std=0.1)
     adapted.save_pretrained(folder, save_embedding_layers=False)
     return folder

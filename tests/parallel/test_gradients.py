@@ -22,13 +22,14 @@ from tests.parallel.ranks import run_ranks
 SLOW = pytest.mark.slow
 FULL, LORA = "full", "lora"
 ADAPTERS: dict[str, dict[str, Any]] = {
-    LORA: {"target_modules": r".*\.(q_proj|v_proj|o_proj|up_proj|down_proj)"},
+    LORA: {"target_modules": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]},
+    "attention": {"target_modules": ["q_proj", "v_proj", "o_proj"]},
     "dora": {"target_modules": ["q_proj", "down_proj"], "use_dora": True},
     "saved": {"target_modules": ["q_proj", "o_proj"], "modules_to_save": ["lm_head"], "use_rslora": True, "rank_pattern": {"q_proj": 2}},
     "head": {"target_modules": ["q_proj", "lm_head", "embed_tokens"]},
     "experts": {"target_modules": ["o_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
 }
-"""What is trained where it is not the whole model."""
+"""What is trained where it is not the whole model; of a model of experts 'lora' stands for 'attention'."""
 MAX_NORM = 0.5
 EFFICIENT = {"memory_efficient_init": True}
 RECOMPUTED = {"fsdp_config": {"activation_checkpointing": "full"}}
@@ -56,6 +57,7 @@ FORMS: dict[str, tuple[str, dict[str, int] | None, dict[str, Any]]] = {
     "ring4": ("qwen3", {"cp_size": 4}, {}),
     "ep2": ("qwen3_moe", {"fsdp_size": 2, "ep_size": 2}, RECOMPUTED),
     "ep2-ep_fsdp2": ("qwen3_moe", {"dp_size": 2, "fsdp_size": 2, "ep_size": 2}, EFFICIENT),
+    "dp2-ep2": ("qwen3_moe", {"dp_size": 2, "ep_size": 2}, {}),
     "ep4": ("qwen3_moe", {"fsdp_size": 4, "ep_size": 4}, {}),
     "tp2": ("qwen3", {"tp_size": 2}, {}),
     "tp2-untied": ("llama", {"tp_size": 2}, {}),
@@ -85,7 +87,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tu
     def adapter(architecture: str, trained: str) -> Path:
         return save_adapter(tmp_path_factory.mktemp(f"{architecture}-{trained}"), base(architecture), **ADAPTERS[trained])
 
-    return lambda architecture, trained: (base(architecture), None if trained == FULL else adapter(architecture, trained))
+    def both(architecture: str, trained: str) -> tuple[Path, Path | None]:
+        trained = "attention" if (architecture, trained) == ("qwen3_moe", LORA) else trained
+        return base(architecture), None if trained == FULL else adapter(architecture, trained)
+
+    return both
 
 
 @pytest.fixture(scope="module")
