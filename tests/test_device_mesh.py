@@ -82,6 +82,55 @@ def test_experts_are_spread_over_neighbours_of_a_stage():
     assert per_rank(DeviceMesh.from_sizes(dp_size=2), "ep_rank") == [None, None]
 
 
+def test_shards_and_replicas_of_them():
+    # dp 2 x fsdp 3:    fsdp0 fsdp1 fsdp2
+    #   dp0               0     1     2
+    #   dp1               3     4     5
+    mesh = DeviceMesh.from_sizes(dp_size=2, fsdp_size=3)
+    assert mesh.mesh.tolist() == [[0, 1, 2], [3, 4, 5]] and mesh.mesh_dim_names == ("dp", "fsdp")
+    assert per_rank(mesh, "dp_rank") == [0, 0, 0, 1, 1, 1]
+    assert per_rank(mesh, "fsdp_rank") == [0, 1, 2, 0, 1, 2]
+    assert per_rank(mesh, "data_rank") == [0, 1, 2, 3, 4, 5] and mesh.data_world_size == 6
+    assert (mesh.dp_world_size, mesh.fsdp_world_size, mesh.tp_world_size) == (2, 3, 1)
+    assert mesh.get_dim_ranks("fsdp", 4) == [3, 4, 5] and mesh.get_dim_ranks("dp", 4) == [1, 4]
+    assert mesh.get_collect_ranks() == [0, 1, 2, 3, 4, 5] and mesh.get_pp_last_ranks() == [0, 1, 2, 3, 4, 5]
+    assert [mesh.get_slice(7, rank) for rank in range(6)] == [slice(0, 2), *(slice(one, one + 1) for one in range(2, 7))]
+
+
+def test_all_five_axes_at_once():
+    # pp 2 x dp 2 x fsdp 2 x cp 2 x tp 2, fastest last: rank = 16 pp + 8 dp + 4 fsdp + 2 cp + tp
+    mesh = DeviceMesh.from_sizes(world_size=32, pp_size=2, dp_size=2, fsdp_size=2, cp_size=2, tp_size=2)
+    at = mesh.at_rank(16 + 4 + 2)  # second stage, first replica, second shard, second part of the row, first of its layer's parts
+    assert (at.pp_rank, at.dp_rank, at.fsdp_rank, at.cp_rank, at.tp_rank, at.data_rank) == (1, 0, 1, 1, 0, 1)
+    assert at.get_tp_ranks() == [22, 23] and at.get_dim_ranks("cp") == [20, 22] and at.get_dim_ranks("fsdp") == [18, 22]
+    assert at.get_dim_ranks("dp") == [22, 30] and at.get_dim_ranks("pp") == [6, 22]
+    assert at.get_dim_ranks(("dp", "fsdp")) == [18, 22, 26, 30]
+    assert mesh.get_collect_ranks() == [16, 20, 24, 28] and mesh.data_world_size == 4
+
+
+def test_an_expert_is_split_over_neighbours_and_sharded_over_the_rest():
+    # pp 2, a stage of dp 4 x tp 2 ranks; its experts see ep_fsdp 2 x ep 2 x etp 2:
+    #   stage 0    ep0       ep1          stage 1    ep0       ep1
+    #     copy 0   0 1       2 3            copy 0   8 9      10 11
+    #     copy 1   4 5       6 7            copy 1  12 13     14 15
+    mesh = DeviceMesh.from_sizes(pp_size=2, dp_size=4, tp_size=2, ep_size=2, etp_size=2, ep_fsdp_size=2)
+    assert mesh.expert_mesh().tolist() == [[[[0, 1], [2, 3]], [[4, 5], [6, 7]]], [[[8, 9], [10, 11]], [[12, 13], [14, 15]]]]
+    assert per_rank(mesh, "ep_rank") == [0, 0, 1, 1] * 4
+    assert (mesh.ep_world_size, mesh.etp_world_size, mesh.ep_fsdp_world_size) == (2, 2, 2)
+    assert (
+        DeviceMesh.from_sizes(pp_size=2, dp_size=4, tp_size=2, ep_size=2, etp_size=2).expert_mesh().tolist() == mesh.expert_mesh().tolist()
+    )
+    assert mesh.data_world_size == 4 and per_rank(mesh, "tp_rank") == [0, 1] * 8, "experts change nothing for the other layers"
+
+
+def test_virtual_stages_are_those_of_a_pipelines_ranks():
+    mesh = DeviceMesh.from_sizes(pp_size=2, dp_size=2, vpp_size=3)
+    # each rank of a stage holds three of the six virtual stages; ranks, groups and data are those of two stages
+    assert mesh.vpp_size == 3 and mesh.world_size == 4
+    assert per_rank(mesh, "pp_rank") == [0, 0, 1, 1] and mesh.get_pp_last_ranks() == [2, 3]
+    assert per_rank(mesh, "data_rank") == [0, 1, 0, 1] and mesh.get_collect_ranks() == [2, 3]
+
+
 def test_one_process_is_a_mesh_of_its_own():
     mesh = DeviceMesh.from_sizes()
     assert mesh.is_single_process and mesh.data_rank == 0 and mesh.get_slice(5) == slice(0, 5) and mesh.get_tp_ranks() == [0]

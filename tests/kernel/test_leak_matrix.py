@@ -1,64 +1,100 @@
 """Families x training or evaluation x one or two rows: documents of a packed row neither see nor teach each other."""
 
+from __future__ import annotations
+
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, GptOssConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from tests.model.tiny_models import CONFIGS, SIZES
-from twinkle_core.kernel.packed_attention import document_boundaries, register
+from tests.families.families import FAMILIES, SIZES, VOCABULARY
+from twinkle_core.kernel.packed_attention import check_supported, document_boundaries, register
 from twinkle_core.processor.base import InputProcessor
 from twinkle_core.types import PackedRow
 
 CPU = torch.device("cpu")
-ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5, "head_dim": 16}
-FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
-    **CONFIGS,
-    "gemma2": (Gemma2Config, {**ALTERNATING, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 16}),
-    "gemma3": (Gemma3TextConfig, {**ALTERNATING}),
-    "gpt-oss": (GptOssConfig, {**ALTERNATING, "num_local_experts": 4, "num_experts_per_tok": 4}),
+LAYERS = {
+    "full": ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "glm", "glm4", "llama", "smollm2"),
+    "sliding window": ("mistral", "gemma2", "gemma3", "gemma4", "gpt_oss"),
+    "recurrent": ("qwen3_5", "qwen3_5_moe"),
+    "soft-capped": ("gemma2",),
+    "sinks": ("gpt_oss",),
+    "latent": ("deepseek_v2", "deepseek_v3"),
 }
+"""Kinds of attention → families that have it."""
 
 
-def make(name: str, attention: str) -> PreTrainedModel:
-    config_class, settings = FAMILIES[name]
-    torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(
-        config_class(**{**SIZES, **settings, "initializer_range": 0.2, "use_cache": False, "attention_dropout": 0.0}),
-        attn_implementation=attention,
-    )
-    for parameter in model.parameters():  # sinks start as they were allocated
-        if parameter.ndim == 1 and parameter.shape[0] == SIZES["num_attention_heads"]:
-            torch.nn.init.normal_(parameter)
-    return model
+@cache
+def models(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A family's tiny model with packed attention, and with transformers' own (eager), of the same weights."""
+    family = FAMILIES[name]
+    made = []
+    for attention in (register(), "eager"):
+        torch.manual_seed(7)
+        config = AutoConfig.for_model(family.model_type, **{**SIZES, **family.settings, "use_cache": False, "attention_dropout": 0.0})
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+        for key, parameter in model.named_parameters():  # sinks start as they were allocated
+            if key.endswith("sinks"):
+                torch.nn.init.normal_(parameter)
+        made.append(model)
+    check_supported(type(made[0]), made[0].config)
+    made[1].load_state_dict(made[0].state_dict())
+    return made[0], made[1]
 
 
 def row(lengths: list[int], seed: int) -> PackedRow:
-    ids = np.random.default_rng(seed).integers(3, 256, sum(lengths)).astype(np.int32)
+    ids = np.random.default_rng(seed).integers(3, VOCABULARY, sum(lengths)).astype(np.int32)
     count = len(lengths)
     return PackedRow(input_ids=ids, labels=ids, seq_lens=np.array(lengths, dtype=np.int32), sample_ids=np.arange(count, dtype=np.int64))
+
+
+def test_each_kind_of_attention_is_there() -> None:
+    assert {name for names in LAYERS.values() for name in names} == FAMILIES.keys()
+    kinds = {name: models(name)[0].config for name in FAMILIES}
+    assert all("linear_attention" in kinds[name].layer_types for name in LAYERS["recurrent"])
+    assert all(kinds[name].sliding_window == 5 for name in LAYERS["sliding window"])
+    assert all(kinds[name].kv_lora_rank for name in LAYERS["latent"]) and kinds["gemma2"].attn_logit_softcapping
+    assert [name for name in FAMILIES if any("sinks" in key for key, _ in models(name)[0].named_parameters())] == ["gpt_oss"]
 
 
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_documents_neither_see_nor_teach_each_other(name: str, training: bool, rows: int):
-    model, eager = make(name, register()).train(training), make(name, "eager").train(training)
-    eager.load_state_dict(model.state_dict())
+def test_documents_neither_see_nor_teach_each_other(name: str, training: bool, rows: int) -> None:
+    """Of the second of two or four documents: its outputs are those it has alone, and its loss has exactly no gradient at the others."""
+    model, eager = (one.train(training) for one in models(name))
     batch = InputProcessor().collate([row([9, 12], 1), row([1, 7], 2)][:rows])
     lengths = batch["seq_lens"]
-    embeddings = model.get_input_embeddings()(batch["input_ids"]).detach().requires_grad_()
-    where = {"position_ids": batch["position_ids"], "use_cache": False}
-    packed = model(inputs_embeds=embeddings, **where, **document_boundaries(lengths, CPU)).logits[0]
+    packed, gradient = teach(model, batch, lengths)
     with torch.no_grad():
         for part, ids in zip(packed.split(lengths), batch["input_ids"].split(lengths, dim=1), strict=True):
-            alone = eager(inputs_embeds=model.get_input_embeddings()(ids), use_cache=False).logits[0]
+            alone = eager(input_ids=ids, use_cache=False).logits[0]
             torch.testing.assert_close(part, alone, rtol=1e-4, atol=1e-4)
-        leaking = model(inputs_embeds=embeddings, **where, **document_boundaries([sum(lengths)], CPU)).logits[0]
+    assert torch.count_nonzero(gradient[:9]) == torch.count_nonzero(gradient[21:]) == 0
+    assert (gradient[9:21].abs().amax(dim=-1) > 0).all()
+    leaking, leaked = teach(model, batch, [sum(lengths)])
     assert (leaking[9:21] - packed[9:21]).abs().max() > 1e-2, "the check cannot see a leak"
-    packed[9:21].square().sum().backward()
-    assert embeddings.grad is not None
-    assert torch.count_nonzero(embeddings.grad[0, :9]) == torch.count_nonzero(embeddings.grad[0, 21:]) == 0
-    assert (embeddings.grad[0, 9:21].abs().amax(dim=-1) > 0).all()
+    assert torch.count_nonzero(leaked[:9]) > 0, "the check cannot see a leak"
+
+
+def teach(model: PreTrainedModel, batch: dict[str, Any], lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits [T, V] with these boundaries, and the gradient [T, H] at the embeddings of the tokens 9 to 21's squares."""
+    kept: list[torch.Tensor] = []
+
+    def keep(_module: torch.nn.Module, _inputs: Any, embeddings: torch.Tensor) -> torch.Tensor:
+        kept.append(embeddings.detach().requires_grad_())
+        return kept[0]
+
+    handle = model.get_input_embeddings().register_forward_hook(keep)
+    try:
+        where = {"position_ids": batch["position_ids"], "use_cache": False}
+        logits: torch.Tensor = model(input_ids=batch["input_ids"], **where, **document_boundaries(lengths, CPU)).logits[0]
+    finally:
+        handle.remove()
+    logits[9:21].square().sum().backward()
+    model.zero_grad()
+    assert kept[0].grad is not None
+    return logits.detach(), kept[0].grad[0]

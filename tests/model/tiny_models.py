@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from twinkle_core.types import IGNORE, PackedRow
 
@@ -22,11 +22,15 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-CONFIGS = {
+CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
     "llama": (LlamaConfig, {"tie_word_embeddings": False}),
     "qwen2": (Qwen2Config, {"tie_word_embeddings": True}),
     "qwen3": (Qwen3Config, {"tie_word_embeddings": True, "head_dim": 16}),
     "mistral": (MistralConfig, {"tie_word_embeddings": False, "sliding_window": 5}),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        {"tie_word_embeddings": False, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    ),
 }
 
 
@@ -39,8 +43,8 @@ def save_model(folder: Path, architecture: str, **changes: Any) -> Path:
     return folder
 
 
-def packed_row(*lengths: int, seed: int = 0, learn_nothing: bool = False) -> PackedRow:
-    """Random documents of these lengths; the first token of each is a prompt, the rest is learnt."""
+def packed_row(*lengths: int, seed: int = 0, learn_nothing: bool = False, weighted: bool = False) -> PackedRow:
+    """Random documents of these lengths; the first token of each is a prompt, the rest is learnt, with `weighted` unequally much."""
     generator = np.random.default_rng([seed, *lengths])
     input_ids = generator.integers(3, VOCABULARY, sum(lengths)).astype(np.int32)
     labels = np.roll(input_ids, -1)
@@ -49,11 +53,13 @@ def packed_row(*lengths: int, seed: int = 0, learn_nothing: bool = False) -> Pac
     labels[ends - np.array(lengths)] = IGNORE
     if learn_nothing:
         labels[:] = IGNORE
+    weights = generator.uniform(0.5, 2.0, sum(lengths)).astype(np.float32) if weighted else None
     return PackedRow(
         input_ids=input_ids,
         labels=labels,
         seq_lens=np.array(lengths, dtype=np.int32),
         sample_ids=np.arange(len(lengths), dtype=np.int64),
+        loss_weights=weights,
     )
 
 

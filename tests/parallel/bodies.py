@@ -1,77 +1,48 @@
-"""What each rank of a parallel test does: the worker's loop over the placement protocol, and what it found."""
+"""What each rank of a parallel test does, through the model that a user has."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from tests.parallel.models import row
-from twinkle_core.loss.cross_entropy import token_losses
-from twinkle_core.model.loading import load_model
-from twinkle_core.model.parallel.fully_sharded import ShardingSettings
-from twinkle_core.model.parallel.layout import Layout
-from twinkle_core.model.parallel.spread import Spread
-from twinkle_core.model.spec import ModelSpec
-from twinkle_core.processor.base import InputProcessor
-from twinkle_core.types import IGNORE, PackedRow
-
-CPU = torch.device("cpu")
+from tests.parallel.oracle import BATCHES
+from twinkle_core.device_mesh import DeviceMesh
+from twinkle_core.infra.local_group import LocalGroup
+from twinkle_core.model import TRANSFORMERS_WORKER, TransformersModel
 
 
-def loss_of_part(model: torch.nn.Module, placement: Spread, rows: Sequence[PackedRow]) -> torch.Tensor:
-    """Summed token losses of this rank's part of the rows, as the worker computes them."""
-    batch = placement.cut(InputProcessor().collate(rows))
-    labels = batch["labels"][0]
-    kept = (labels != IGNORE).nonzero()[:, 0]
-    output = model(
-        input_ids=batch["input_ids"],
-        position_ids=batch["position_ids"],
-        seq_lens=batch["seq_lens"],
-        logits_to_keep=kept,
-        use_cache=False,
-    )
-    losses = token_losses(output.logits[0], labels[kept])
-    return (losses * batch["loss_weights"][0][kept] if "loss_weights" in batch else losses).sum()
-
-
-def accumulate(model: torch.nn.Module, placement: Spread, gradients: Any, micro_batches: Sequence[Sequence[PackedRow]]) -> float:
-    """Gradients of all micro-batches; rank r of the data computes r, r + n, …. A rank without one joins with a row that has no loss."""
-    total = 0.0
-    for first in range(0, len(micro_batches), placement.data_world_size):
-        index = first + placement.data_rank
-        idle = index >= len(micro_batches)
-        rows = [row(4)] if idle else micro_batches[index]
-        loss = loss_of_part(model, placement, rows) * (0.0 if idle else 1.0)
-        loss.backward()
-        if not idle:
-            total += placement.own_part(float(loss.detach()))
-            if placement.leads:
-                gradients.loss_weight += math.fsum(row.loss_weight for row in rows)
-    return total
-
-
-def built(rank: int, folder: Path, layout: Layout, settings: ShardingSettings) -> tuple[Any, Spread]:
-    placement = Spread(rank, layout, settings, CPU)
-    model, _ = load_model(ModelSpec(model_id=str(folder)), CPU, on_meta=placement.needs_meta)
-    placement.place(model, folder)
-    return model, placement
+def open_model(rank: int, folder: Path, sizes: Mapping[str, int] | None, **settings: Any) -> tuple[TransformersModel, Any]:
+    """The model on all ranks of the process group, and this rank's worker. `sizes` None: without a mesh."""
+    world_size = dist.get_world_size()
+    group = LocalGroup(TRANSFORMERS_WORKER, rank=rank, world_size=world_size, init_method="unused: the group is joined")
+    mesh = None if sizes is None else DeviceMesh.from_sizes(**sizes)
+    return TransformersModel(folder, group=group, device_mesh=mesh, **{"mixed_precision": "no", **settings}), group._worker
 
 
 def gradients_of(
-    rank: int, folder: Path, layout: Layout, settings: ShardingSettings, calls: Sequence[Sequence[Sequence[PackedRow]]], max_norm: float
-) -> dict[str, Any]:
-    """Loss sum, weight, norm and whole gradients (rank 0) after the calls, each a list of micro-batches."""
-    model, placement = built(rank, folder, layout, settings)
-    parameters = dict(model.named_parameters())
-    gradients = placement.gradients(parameters)
-    loss = torch.tensor(sum(accumulate(model, placement, gradients, micro_batches) for micro_batches in calls), dtype=torch.float64)
-    dist.all_reduce(loss)
-    weight = gradients.reduce()
-    norm = gradients.normalise_and_clip(weight, max_norm)
-    whole = placement.gather({name: parameter.grad for name, parameter in parameters.items()})
-    return {"loss": float(loss), "weight": weight, "norm": norm, "gradients": {name: value.numpy() for name, value in whole.items()}}
+    rank: int, folder: Path, adapter: Path | None, sizes: Mapping[str, int] | None, settings: Mapping[str, Any], max_norm: float
+) -> dict[str, dict[str, Any]]:
+    """Of each of `BATCHES`: loss sum, tokens, weight, norm, and (rank 0) whole gradients, clipped."""
+    model, worker = open_model(rank, folder, sizes, **settings)
+    if adapter is not None:
+        model.add_adapter_to_model("default", adapter)
+    model.set_optimizer("AdamW", lr=1e-3)
+    return {name: gradients_of_batch(model, worker, name, max_norm) for name in BATCHES}
+
+
+def gradients_of_batch(model: TransformersModel, worker: Any, name: str, max_norm: float) -> dict[str, Any]:
+    outputs = [model.forward_backward(rows, micro_batch_size=size) for rows, size in BATCHES[name]]
+    norm = model.clip_grad_norm(max_norm)
+    parameters = worker.state().parameters
+    whole = worker.placement.gather({name: parameter.grad for name, parameter in parameters.items()})
+    model.zero_grad()
+    return {
+        "loss": sum(float(output.loss_sum) for output in outputs),
+        "num_loss_tokens": sum(output.num_loss_tokens for output in outputs),
+        "weight": sum(output.loss_weight for output in outputs),
+        "norm": float(norm or 0.0),
+        "gradients": {name: value.numpy() for name, value in whole.items()},
+    }

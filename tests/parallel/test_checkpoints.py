@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +12,62 @@ import numpy as np
 import pytest
 import torch
 
-from tests.parallel.bodies import accumulate, built
-from tests.parallel.models import packed_micro_batches, save_model
+from tests.model.tiny_models import packed_row, save_model
+from tests.parallel.oracle import packed_rows
 from tests.parallel.ranks import run_ranks
 from twinkle_core.errors import DamagedError, DataError
+from twinkle_core.loss.cross_entropy import token_losses
+from twinkle_core.model.loading import load_model
 from twinkle_core.model.optimizer import Optimizer
 from twinkle_core.model.parallel.fully_sharded import ShardingSettings
 from twinkle_core.model.parallel.layout import Layout
 from twinkle_core.model.parallel.sharded_files import read_parts, write_parts
+from twinkle_core.model.parallel.spread import Spread
+from twinkle_core.model.spec import ModelSpec
+from twinkle_core.processor.base import InputProcessor
+from twinkle_core.types import IGNORE, PackedRow
 
 SETTINGS = ShardingSettings()
+CPU = torch.device("cpu")
+
+
+def loss_of_part(model: torch.nn.Module, placement: Spread, rows: Sequence[PackedRow]) -> torch.Tensor:
+    """Summed token losses of this rank's part of the rows, as the worker computes them."""
+    batch = placement.cut(InputProcessor().collate(rows))
+    labels = batch["labels"][0]
+    kept = (labels != IGNORE).nonzero()[:, 0]
+    output = model(
+        input_ids=batch["input_ids"],
+        position_ids=batch["position_ids"],
+        seq_lens=batch["seq_lens"],
+        logits_to_keep=kept,
+        use_cache=False,
+    )
+    losses = token_losses(output.logits[0], labels[kept])
+    return (losses * batch["loss_weights"][0][kept] if "loss_weights" in batch else losses).sum()
+
+
+def accumulate(model: torch.nn.Module, placement: Spread, gradients: Any, micro_batches: Sequence[Sequence[PackedRow]]) -> float:
+    """Gradients of all micro-batches; rank r of the data computes r, r + n, …. A rank without one joins with a row that has no loss."""
+    total = 0.0
+    for first in range(0, len(micro_batches), placement.data_world_size):
+        index = first + placement.data_rank
+        idle = index >= len(micro_batches)
+        rows = [packed_row(4)] if idle else micro_batches[index]
+        loss = loss_of_part(model, placement, rows) * (0.0 if idle else 1.0)
+        loss.backward()
+        if not idle:
+            total += placement.own_part(float(loss.detach()))
+            if placement.leads:
+                gradients.loss_weight += math.fsum(row.loss_weight for row in rows)
+    return total
+
+
+def built(rank: int, folder: Path, layout: Layout, settings: ShardingSettings) -> tuple[Any, Spread]:
+    placement = Spread(rank, layout, settings, CPU)
+    model, _ = load_model(ModelSpec(model_id=str(folder)), CPU, on_meta=placement.needs_meta)
+    placement.place(model, folder)
+    return model, placement
 
 
 def state(rank: int, folder: Path, layout: Layout) -> tuple[Any, Any, Optimizer, dict[str, torch.Tensor]]:
@@ -41,7 +89,7 @@ def train(rank: int, folder: Path, layout: Layout, start: Path | None, end: Path
         read_parts(start, tensors)
     gradients = placement.gradients(dict(model.named_parameters()))
     for _ in range(num_steps):
-        accumulate(model, placement, gradients, packed_micro_batches(3))
+        accumulate(model, placement, gradients, [[one] for one in packed_rows(3)])
         gradients.normalise_and_clip(gradients.reduce(), 1.0)
         optimizer.step()
         gradients.zero()

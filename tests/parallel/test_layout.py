@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from tests.parallel.models import row
+from tests.model.tiny_models import packed_row
 from twinkle_core.device_mesh import DeviceMesh
 from twinkle_core.errors import ConfigError
 from twinkle_core.model.parallel.fully_sharded import settings_from
@@ -81,7 +81,7 @@ def test_parts_by_hand() -> None:
 @pytest.mark.parametrize("form", ["ulysses", "ring"])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_token_is_computed_once_and_padding_predicts_nothing(form: str, size: int) -> None:
-    batch = InputProcessor().collate([row(7, 5), row(1, 9, weighted=True)])
+    batch = InputProcessor().collate([packed_row(7, 5), packed_row(1, 9, weighted=True)])
     cuts = [cut_batch(batch, form, size, index) for index in range(size)]  # type: ignore[arg-type]
     assert len({cut["input_ids"].shape for cut in cuts}) == 1
     found = torch.cat([torch.stack([cut[name][0] for name in ("input_ids", "labels", "position_ids")], 1) for cut in cuts])

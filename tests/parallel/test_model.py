@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.parallel.models import packed_micro_batches, save_model
+from tests.model.tiny_models import save_model
+from tests.parallel.oracle import packed_rows
 from tests.parallel.ranks import run_ranks
 from twinkle_core.config import LoraConfig
 from twinkle_core.device_mesh import DeviceMesh
@@ -39,15 +40,15 @@ def trained(
     first = model.resume_from_checkpoint(start)["cur_step"] if start else 0
     said, scores = [], []
     for step in range(first, stop_after):
-        rows = [row for rows in packed_micro_batches(3 + step) for row in rows]
+        rows = packed_rows(3 + step)
         output = model.forward_backward(rows[:2])
         rest = model.forward_backward(rows[2:])
         said.append((output.loss_sum + rest.loss_sum, output.num_loss_tokens + rest.num_loss_tokens, model.clip_grad_and_step(1.0)))
     if mesh is not None and mesh.cp_world_size > 1:
         with pytest.raises(ConfigError, match="cuts rows over ranks"):
-            model.forward_only([row for rows in packed_micro_batches(3) for row in rows])
+            model.forward_only(packed_rows(3))
     else:
-        scores = [score["loss_sum"] for score in model.forward_only([row for rows in packed_micro_batches(3) for row in rows])]
+        scores = [score["loss_sum"] for score in model.forward_only(packed_rows(3))]
     saved = str(model.save(f"step-{stop_after}-{lora}-{world_size}", folder.parent / "saved")) if start is None else ""
     return {"said": said, "weights": model.get_state_dict(), "scores": scores, "saved": saved}
 

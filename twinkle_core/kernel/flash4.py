@@ -46,9 +46,7 @@ def flash4(
 
 
 @flash4.register_fake
-def _(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seq_lens: torch.Tensor, max_seq_len: int, scale: float, left: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _(query: torch.Tensor, *_rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return query.new_empty(query.shape), query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
 
 
@@ -75,16 +73,7 @@ def flash4_backward(
 
 @flash4_backward.register_fake
 def _(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    cu_seq_lens: torch.Tensor,
-    max_seq_len: int,
-    scale: float,
-    left: int,
+    _grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 

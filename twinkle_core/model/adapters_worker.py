@@ -11,6 +11,7 @@ import torch
 
 from twinkle_core.errors import ConfigError
 from twinkle_core.kernel.cpu_layers import use_cpu_layers
+from twinkle_core.loss.cross_entropy import CrossEntropyLoss
 from twinkle_core.model.adapter import Adapter, read_adapter
 from twinkle_core.model.adapter_state import AdapterState
 from twinkle_core.model.checkpoint_worker import CheckpointWorker
@@ -22,7 +23,7 @@ from twinkle_core.model.losses import LossFunction, needs_of
 from twinkle_core.model.optimizer import Schedule
 from twinkle_core.model.parallel.late_adapters import check_late, whole_shapes
 from twinkle_core.model.parallel.sharded_loading import weight_files
-from twinkle_core.model.placement import open_placement
+from twinkle_core.model.placement import Replicated, open_placement
 from twinkle_core.model.seeding import derive_seed
 from twinkle_core.model.spec import ModelSpec
 
@@ -51,7 +52,8 @@ class AdaptersWorker(CheckpointWorker):
         self._seed = spec.seed
         self._placed = False
         self._active: AdapterState | None = None
-        self.model, self.folder = load_model(spec, self.device, on_meta=self.placement.needs_meta)
+        check = None if isinstance(self.placement, Replicated) else self.placement.check
+        self.model, self.folder = load_model(spec, self.device, on_meta=self.placement.needs_meta, check=check)
         if self.placement.needs_meta and self._lacks_head():
             raise ConfigError("memory_efficient_init reads weights from files, and they hold no head for scores: set it to False")
         self.forwards = Forward(self.model, self.placement, self.device, self._precision)
@@ -75,7 +77,8 @@ class AdaptersWorker(CheckpointWorker):
         if adapter_name in self.states and adapter_name:
             raise ConfigError(f"adapter {adapter_name!r} is there already")
         if self._placed and not self.placement.takes_adapters_late:
-            raise ConfigError("add all adapters before the first optimizer is set: the parameters lie on their workers by now")
+            late = "set memory_efficient_init=False, and " if self.placement.needs_meta else ""
+            raise ConfigError(f"{late}add all adapters before the first optimizer is set: layers are split over the workers by now")
         saved: Mapping[str, torch.Tensor] | None = None
         if isinstance(config, str):
             config, saved = read_adapter(config)
@@ -90,6 +93,8 @@ class AdaptersWorker(CheckpointWorker):
                 f"{type(self.model).__name__} has a head that its weights lack, and the adapter would not train it: "
                 "LoraConfig(modules_to_save=['score']) does"
             )
+        if not self._placed:
+            self.placement.check(self.model)
         state = self._new_state(adapter, accumulation)
         if saved is not None:
             self.load_weights(state, saved, adapter_name)  # before the model is placed: refused in time
@@ -149,7 +154,10 @@ class AdaptersWorker(CheckpointWorker):
 
     def set_loss(self, loss: LossFunction, adapter_name: str | None) -> None:
         check_needs(self.model, needs_of(loss))
-        self.state(adapter_name).loss = loss
+        is_plain = loss in (CrossEntropyLoss(), CrossEntropyLoss(reduction="sum"))
+        if not is_plain:
+            self._refuse_cut("a loss of its own")
+        self.state(adapter_name).loss = None if is_plain and self.placement.cuts_rows else loss
 
     def set_processor(self, processor: Any, adapter_name: str | None) -> None:
         self.state(adapter_name).processor = processor
@@ -182,7 +190,13 @@ class AdaptersWorker(CheckpointWorker):
             {"num_skipped_steps": state.scaler.num_skipped, "loss_scale": state.scaler.scale} if state.scaler is not None else {}
         )
 
+    def _refuse_cut(self, what: str) -> None:
+        """On every rank, before any of them waits for another."""
+        if self.placement.cuts_rows:
+            raise ConfigError(f"the mesh cuts rows over ranks (ulysses_size, cp_size), and {what} needs whole rows: use fsdp_size")
+
     def add_metric(self, metric: Any, is_training: bool, adapter_name: str | None) -> None:
+        self._refuse_cut("a metric of the forward pass")
         self.state(adapter_name).metrics[is_training].append(metric)
 
     def metric_sums(self, is_training: bool, adapter_name: str | None) -> list[dict[str, float]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -28,24 +28,37 @@ def load_base(folder: str | Path, device: torch.device) -> PreTrainedModel:
     return _ready(_read(AutoModelForCausalLM, Path(folder), load_config(Path(folder))), device)
 
 
-def load_model(spec: ModelSpec, device: torch.device, *, on_meta: bool = False) -> tuple[PreTrainedModel, Path | None]:
+def load_model(
+    spec: ModelSpec, device: torch.device, *, on_meta: bool = False, check: Callable[[PreTrainedModel], None] | None = None
+) -> tuple[PreTrainedModel, Path | None]:
     """The model that `spec` describes, as `load_base` gives it, and the folder of its weights, if it has one.
 
     Weights that are not read are drawn from `spec.seed`. `on_meta` gives parameters no memory and reads no weights; buffers are real.
+    `check` sees the model without memory first, and may refuse it before weights are read.
     """
     model_class = class_of(spec.model_cls)
     folder = None if spec.model_id is None else _folder(spec.model_id, spec.cache_dir)
     config = spec.config if spec.config is not None else load_config(_existing(folder))
     _override(config, spec)
+    if check is not None:
+        empty = _built(model_class, config, spec.seed, on_meta=True)
+        check(empty)
+        if on_meta:
+            return empty, folder
     if folder is not None and not on_meta:
         return _ready(_read(model_class, folder, config, spec.seed), device), folder
+    return _built(model_class, config, spec.seed, on_meta=on_meta, device=None if on_meta else device), folder
+
+
+def _built(model_class: Any, config: PreTrainedConfig, seed: int, *, on_meta: bool, device: torch.device | None = None) -> PreTrainedModel:
+    """Random weights, or with `on_meta` none."""
     build: Any = model_class.from_config if hasattr(model_class, "from_config") else model_class._from_config
-    torch.manual_seed(spec.seed)
+    torch.manual_seed(seed)
     with init_empty_weights(include_buffers=False) if on_meta else nullcontext():
         model = build(config, dtype=torch.float32, attn_implementation=packed_attention.register())
     if on_meta:
         model.tie_weights()  # the context gave each name a parameter of its own
-    return _ready(model, None if on_meta else device), folder
+    return _ready(model, device)
 
 
 def class_of(model_cls: Any) -> Any:

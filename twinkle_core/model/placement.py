@@ -63,6 +63,10 @@ class Placement(Protocol):
     cuts_rows: bool
     """A rank computes some positions of each row alone, so that nothing a row is asked for as a whole is known to it."""
 
+    def check(self, model: PreTrainedModel) -> None:
+        """Raises `ConfigError` for a model, adapters included, that cannot lie so. Its parameters need no memory; nothing is changed."""
+        ...
+
     def place(self, model: PreTrainedModel, folder: Path | None) -> None:
         """Collective. Changes `model`, adapters included, in place, before its first use. `folder` holds its weights, if any does.
 
@@ -104,6 +108,9 @@ class Replicated:
         self._rank = rank
         self.data_rank = rank
         self.data_world_size = world_size
+
+    def check(self, model: PreTrainedModel) -> None:
+        pass
 
     def place(self, model: PreTrainedModel, folder: Path | None) -> None:
         pass

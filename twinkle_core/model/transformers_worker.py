@@ -96,11 +96,6 @@ class TransformersWorker(AdaptersWorker):
                     self._backward(pending.state, part.loss)
         self._close_call(pending.state, pending.parts, pending.num_micro_batches)
 
-    def _refuse_cut(self, method: str) -> None:
-        """On every rank, before any of them waits for another."""
-        if self.placement.cuts_rows:
-            raise ConfigError(f"the mesh cuts rows over ranks (ulysses_size, cp_size), and {method} answers for whole rows: use fsdp_size")
-
     def _metrics(self, state: AdapterState, is_training: bool = True) -> list[Any]:
         """Those that this rank keeps: of the ranks that share rows, one counts them."""
         return state.metrics[is_training] if self.placement.leads else []

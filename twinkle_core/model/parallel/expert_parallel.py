@@ -6,6 +6,7 @@ on none, so that every rank joins every exchange of the forward and the backward
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,23 +34,32 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _Exchange.apply(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None
+        return _exchanged(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None
 
 
-def find_experts(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """All expert modules. Raises `ConfigError` for model types whose experts are not known here, and experts that an adapter wraps."""
+_exchanged: Callable[[torch.Tensor, list[int], list[int], dist.ProcessGroup], torch.Tensor] = _Exchange.apply
+
+
+def find_experts(model: PreTrainedModel, size: int) -> list[torch.nn.Module]:
+    """All expert modules, to be spread over `size` ranks.
+
+    Raises `ConfigError` for model types whose experts are not known here, numbers that do not divide, and experts that an adapter wraps.
+    """
     kind = model.config.model_type
     if kind not in KNOWN:
         raise ConfigError(f"ep_size above 1 is known for model types {', '.join(KNOWN)}; this one is '{kind}': use fsdp_size")
     found = [module for module in model.modules() if type(module).__name__ == KNOWN[kind]]
     if not found or any("base_layer" in name and "experts" in name for name, _ in model.named_parameters()):
         raise ConfigError("ep_size above 1 needs experts that no adapter changes: leave target_parameters unset, or use fsdp_size")
+    for module in found:
+        if module.num_experts % size:  # type: ignore[operator]
+            raise ConfigError(f"ep_size {size} does not divide the model's {module.num_experts} experts")
     return found
 
 
 def spread_experts(model: PreTrainedModel, mesh: DeviceMesh) -> list[torch.nn.Module]:
     """Changes `model` in place: each rank of `mesh` keeps its share of each layer's experts. Gives the expert modules."""
-    experts = find_experts(model)
+    experts = find_experts(model, mesh.size())
     for module in experts:
         _spread(module, mesh)
     return experts
@@ -57,8 +67,6 @@ def spread_experts(model: PreTrainedModel, mesh: DeviceMesh) -> list[torch.nn.Mo
 
 def _spread(module: Any, mesh: DeviceMesh) -> None:
     size, group = mesh.size(), mesh.get_group()
-    if module.num_experts % size:
-        raise ConfigError(f"ep_size {size} does not divide the model's {module.num_experts} experts")
     num_own = module.num_experts // size
     for name in ("gate_up_proj", "down_proj"):
         whole = getattr(module, name)
@@ -74,13 +82,14 @@ def _spread(module: Any, mesh: DeviceMesh) -> None:
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
         to, back = sent.sum(dim=1).tolist(), received.sum(dim=1).tolist()
-        arrived = _Exchange.apply(hidden[order // chosen.shape[1]], to, back, group)
+        arrived = _exchanged(hidden[order // chosen.shape[1]], to, back, group)
         owner = torch.arange(num_own, device=hidden.device).repeat(size).repeat_interleave(received.reshape(-1))
         by_expert = torch.argsort(owner, stable=True)
         done = _experts(module, arrived[by_expert], received.sum(dim=0).tolist())
-        returned = _Exchange.apply(done[torch.argsort(by_expert)], back, to, group)
+        returned = _exchanged(done[torch.argsort(by_expert)], back, to, group)
         outputs = returned[torch.argsort(order)].view(*chosen.shape, -1)
-        return (outputs * weights[..., None]).sum(dim=1).to(hidden.dtype)
+        total: torch.Tensor = (outputs * weights[..., None]).sum(dim=1).to(hidden.dtype)
+        return total
 
     module.forward = forward
 

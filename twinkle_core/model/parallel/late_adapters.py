@@ -33,7 +33,7 @@ def check_late(settings: Any) -> None:
 @contextmanager
 def whole_shapes(model: torch.nn.Module) -> Iterator[None]:
     """Shows whole weights, all zeros and without memory, in the place of parts. What is frozen meanwhile stays frozen."""
-    shown = [
+    shown: list[tuple[torch.nn.Module, str, Any]] = [
         (module, key, parameter)
         for module in model.modules()
         for key, parameter in module._parameters.items()

@@ -93,6 +93,11 @@ class Layout:
         """Whether some parameter is not whole on each rank."""
         return self.size("fsdp") > 1 or self.size("tp") > 1 or self.ep > 1
 
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether FSDP holds the parameters: they are sharded, or replicas of split or spread ones are kept equal."""
+        return self.size("fsdp") > 1 or (self.is_sharded and self.size("dp") > 1)
+
     @cached_property
     def parameter_grid(self) -> np.ndarray:
         """[dp, fsdp * cp, tp] int: replicated, sharded, split."""

@@ -7,7 +7,7 @@ log-sum-exp, in float32. In the backward pass keys, values and their gradients g
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from transformers import AttentionInterface
 
 from twinkle_core.errors import ConfigError, DataError
+from twinkle_core.model.parallel.sequence import refuse_recurrent
 
 QUERY_BLOCK = 1024
 """Queries whose scores exist at a time, for each head."""
@@ -123,11 +124,18 @@ class _RingAttention(torch.autograd.Function):
         return grad_query, held[1], None, None, None
 
 
+_ring_attention: Callable[[torch.Tensor, torch.Tensor, Ring, tuple[int, ...], float], torch.Tensor] = _RingAttention.apply
+
+
 def check_supported(config: Any) -> None:
     """Raises `ConfigError` for models whose attention ring attention does not compute."""
+    refuse_recurrent(config, "cp_size")
+    layers, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
     problems = {
         "attention dropout": bool(getattr(config, "attention_dropout", 0.0)),
-        "sliding-window layers": "sliding_attention" in (getattr(config, "layer_types", None) or ()),
+        "sliding-window layers": "sliding_attention" in layers if layers else window is not None,
+        "soft-capped attention": getattr(config, "attn_logit_softcapping", None) is not None,
+        "latent attention": getattr(config, "kv_lora_rank", None) is not None,
     }
     if any(problems.values()):
         what = " and ".join(name for name, found in problems.items() if found)
@@ -143,29 +151,23 @@ def register(group: dist.ProcessGroup) -> str:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        dropout: float = 0.0,
-        scaling: float | None = None,
-        *,
-        seq_lens: Sequence[int] | None = None,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        s_aux: torch.Tensor | None = None,
-        **_unused: Any,
+        attention_mask: Any,
+        **settings: Any,
     ) -> tuple[torch.Tensor, None]:
-        """query [1, H, t, D], key and value [1, K, t, D] of this rank's tokens; gives [1, t, H, D]."""
+        """query [1, H, t, D], key and value [1, K, t, D] of this rank's tokens; gives [1, t, H, D]. Settings as of `packed_attention`."""
         name = type(module).__name__
-        if dropout or sliding_window is not None or softcap is not None or s_aux is not None or attention_mask is not None:
-            raise ConfigError(f"{name} uses attention dropout, a sliding window, soft-capping, sinks or a mask: ring attention does not")
+        given = {"attention_mask": attention_mask, **{setting: settings.get(setting) for setting in ("sliding_window", "softcap", "s_aux")}}
+        strange = [setting for setting, value in given.items() if value is not None] + (["dropout"] if settings.get("dropout") else [])
+        if strange:
+            raise ConfigError(f"{name} computes its attention with {', '.join(strange)}: ring attention does not, use ulysses_size")
+        seq_lens, scaling = settings.get("seq_lens"), settings.get("scaling")
         _, num_heads, length, width = query.shape
         num_kv_heads = key.shape[1]
         if seq_lens is None or sum(seq_lens) != ring.size * length:
             raise DataError(f"{name}: documents of {seq_lens} tokens, but {length} on each of {ring.size} ranks")
         grouped = query[0].float().reshape(num_kv_heads, num_heads // num_kv_heads, length, width)
         lengths = tuple(size // ring.size for size in seq_lens)
-        out = _RingAttention.apply(
-            grouped, torch.stack([key[0], value[0]]).float(), ring, lengths, width**-0.5 if scaling is None else scaling
-        )
+        out = _ring_attention(grouped, torch.stack([key[0], value[0]]).float(), ring, lengths, width**-0.5 if scaling is None else scaling)
         return out.reshape(1, num_heads, length, width).transpose(1, 2).to(query.dtype).contiguous(), None
 
     name = "twinkle_ring_" + "_".join(map(str, dist.get_process_group_ranks(group)))

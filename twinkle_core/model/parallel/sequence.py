@@ -21,6 +21,12 @@ FILL = {"labels": IGNORE}
 TOKEN_FIELDS = ("input_ids", "labels", "position_ids", "loss_weights")
 
 
+def refuse_recurrent(config: Any, size_name: str) -> None:
+    """Raises `ConfigError` for models with layers that carry a state from token to token: it would have to go from rank to rank."""
+    if "linear_attention" in (getattr(config, "layer_types", None) or ()):
+        raise ConfigError(f"model type '{config.model_type}' has recurrent layers, which need whole rows: use fsdp_size, not {size_name}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """What one rank computes of a row of T tokens."""

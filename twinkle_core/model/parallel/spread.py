@@ -14,10 +14,11 @@ from transformers import PreTrainedModel
 from twinkle_core.errors import ConfigError
 from twinkle_core.kernel import packed_attention
 from twinkle_core.model.parallel import ring, sequence, ulysses
-from twinkle_core.model.parallel.expert_parallel import spread_experts
+from twinkle_core.model.parallel.expert_parallel import find_experts, spread_experts
 from twinkle_core.model.parallel.fully_sharded import (
     ShardingSettings,
     checkpoint_activations,
+    decoder_layers,
     settings_from,
     shard_module,
     shard_parameters,
@@ -25,7 +26,7 @@ from twinkle_core.model.parallel.fully_sharded import (
 from twinkle_core.model.parallel.layout import Layout, Mesh
 from twinkle_core.model.parallel.sharded_gradients import ShardedGradients
 from twinkle_core.model.parallel.sharded_loading import fill
-from twinkle_core.model.parallel.tensor_parallel import split_layers
+from twinkle_core.model.parallel.tensor_parallel import layers_to_split, split_layers
 from twinkle_core.model.parallel.whole_tensors import assign_whole, gather_whole
 from twinkle_core.model.placement import Placement, Replicated
 
@@ -68,6 +69,8 @@ class Spread:
         if not dist.is_initialized() or dist.get_world_size() != layout.world_size:
             there = dist.get_world_size() if dist.is_initialized() else 1
             raise ConfigError(f"the mesh has {layout.world_size} ranks, the process group {there}: make them equal")
+        if not layout.shards_parameters and (settings.cpu_offload or not settings.reshard_after_forward):
+            raise ConfigError("fsdp_config's cpu_offload and reshard_after_forward are for sharded parameters: set fsdp_size above 1")
         self._rank, self._layout, self._settings, self._device = rank, layout, settings, device
         self.data_rank = layout.data_rank(rank)
         self.data_world_size = layout.data_world_size
@@ -93,17 +96,30 @@ class Spread:
                 attention = (ring if self._form == "ring" else ulysses).register(group)
         return place, attention
 
+    def check(self, model: PreTrainedModel) -> None:
+        layout, config = self._layout, model.config.get_text_config()
+        if layout.ulysses > 1:
+            ulysses.check_supported(config, layout.ulysses)
+        if layout.size("cp") > 1:
+            ring.check_supported(config)
+        if layout.size("tp") > 1:
+            layers_to_split(model, layout.size("tp"))
+        if layout.ep > 1:
+            find_experts(model, layout.ep)
+        if layout.shards_parameters or self._settings.activation_checkpointing != "no":
+            decoder_layers(model)
+
     def place(self, model: PreTrainedModel, folder: Path | None) -> None:
-        self._check(model)
+        self.check(model)
         checkpoint_activations(model, self._settings)
         layout = self._layout
         if layout.size("tp") > 1:
             split_layers(model, self._mesh["tp"])
-        experts = spread_experts(model, self._expert_mesh["ep"]) if self._expert_mesh is not None else []
-        if layout.size("fsdp") > 1 or (layout.is_sharded and layout.size("dp") > 1):
-            axes = ("dp", "shard") if layout.size("dp") > 1 else ("shard",)
-            for module in experts:
+        if self._expert_mesh is not None:
+            for module in spread_experts(model, self._expert_mesh["ep"]):
                 shard_module(module, self._expert_mesh["ep_fsdp"], self._settings)
+        if layout.shards_parameters:
+            axes = ("dp", "shard") if layout.size("dp") > 1 else ("shard",)
             shard_parameters(model, self._mesh[axes], self._settings)
         if any(parameter.is_meta for parameter in model.parameters()):
             if folder is None:
@@ -111,18 +127,9 @@ class Spread:
             fill(model, folder, self._device)
         if self._attention is not None:
             for module in model.modules():
-                config = getattr(module, "config", None)
+                config: Any = getattr(module, "config", None)
                 if getattr(config, "_attn_implementation", None) == packed_attention.NAME:
                     config._attn_implementation = self._attention
-
-    def _check(self, model: PreTrainedModel) -> None:
-        config = model.config.get_text_config()
-        if self._layout.size("tp") > 1 and any(".base_layer." in name for name, _ in model.named_parameters()):
-            raise ConfigError("tp_size above 1 trains all parameters, an adapter beside split layers is not supported: use fsdp_size")
-        if self._layout.ulysses > 1:
-            ulysses.heads_to_repeat(config.num_attention_heads, config.num_key_value_heads, self._layout.ulysses)
-        if self._layout.size("cp") > 1:
-            ring.check_supported(config)
 
     def gradients(self, parameters: Mapping[str, torch.nn.Parameter]) -> ShardedGradients:
         return ShardedGradients(parameters.values(), sum_plain=self._layout.size("tp") == 1)

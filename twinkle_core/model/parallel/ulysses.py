@@ -8,6 +8,7 @@ stay apart as on one rank.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from transformers import AttentionInterface
 
 from twinkle_core.errors import ConfigError
 from twinkle_core.kernel.packed_attention import packed_attention
+from twinkle_core.model.parallel.sequence import refuse_recurrent
 
 
 class _Exchange(torch.autograd.Function):
@@ -30,7 +32,10 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _Exchange.apply(grads[0].contiguous(), ctx.group), None
+        return _exchanged(grads[0].contiguous(), ctx.group), None
+
+
+_exchanged: Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor] = _Exchange.apply
 
 
 def heads_to_repeat(num_heads: int, num_kv_heads: int, size: int) -> int:
@@ -44,20 +49,26 @@ def heads_to_repeat(num_heads: int, num_kv_heads: int, size: int) -> int:
     return copies if num_heads % (num_kv_heads * copies) == 0 else num_heads // num_kv_heads
 
 
+def check_supported(config: Any, size: int) -> None:
+    """Raises `ConfigError` for models whose layers need the whole row on a rank, and heads that do not divide."""
+    refuse_recurrent(config, "ulysses_size")
+    heads_to_repeat(config.num_attention_heads, config.num_key_value_heads, size)
+
+
 def register(group: dist.ProcessGroup) -> str:
     """Makes the attention of this group known to transformers and gives its name for `attn_implementation`."""
-    size = dist.get_world_size(group)
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
 
     def to_heads(states: torch.Tensor) -> torch.Tensor:
         """[1, H, t, D] -> [1, H / size, size * t, D]."""
         _, heads, length, width = states.shape
-        received = _Exchange.apply(states[0].view(size, heads // size, length, width).contiguous(), group)
+        received = _exchanged(states[0].view(size, heads // size, length, width).contiguous(), group)
         return received.transpose(0, 1).reshape(1, heads // size, size * length, width)
 
     def to_positions(states: torch.Tensor) -> torch.Tensor:
         """[1, size * t, H / size, D] -> [1, t, H, D]."""
         _, length, heads, width = states.shape
-        received = _Exchange.apply(states[0].view(size, length // size, heads, width).contiguous(), group)
+        received = _exchanged(states[0].view(size, length // size, heads, width).contiguous(), group)
         return received.transpose(0, 1).reshape(1, length // size, size * heads, width)
 
     def attention(
@@ -66,6 +77,8 @@ def register(group: dist.ProcessGroup) -> str:
         copies = heads_to_repeat(query.shape[1], key.shape[1], size)
         if copies > 1:
             key, value = key.repeat_interleave(copies, dim=1), value.repeat_interleave(copies, dim=1)
+        if settings.get("s_aux") is not None:  # sinks [H]: those of this rank's heads
+            settings["s_aux"] = settings["s_aux"].chunk(size)[rank]
         out, _ = packed_attention(module, to_heads(query), to_heads(key), to_heads(value), attention_mask, **settings)
         return to_positions(out), None
 
