@@ -109,14 +109,21 @@ def test_damage_is_named(tmp_path: Path) -> None:
     assert all(torch.equal(target[name], tensor) for name, tensor in tensors.items())
     with pytest.raises(DataError, match=r"b is unexpected; a is torch.float32 \[2, 3\], the model has torch.float32 \[3, 2\]"):
         read_parts(tmp_path, {"a": torch.zeros(3, 2)})
-    index = json.loads((tmp_path / "index.json").read_text())
+    whole = (tmp_path / "index.json").read_text()
+    index = json.loads(whole)
     index["tensors"]["a"]["parts"][0]["shape"] = [1, 3]
     (tmp_path / "index.json").write_text(json.dumps(index))
     with pytest.raises(DamagedError, match="3 of 6 values of a"):
         read_parts(tmp_path, target)
+    (tmp_path / "index.json").write_text(whole)
     (tmp_path / "part-00000-of-00001.safetensors").unlink()
     with pytest.raises(DamagedError, match="part-00000-of-00001.safetensors missing"):
         read_parts(tmp_path, target)
+    for text in ("[]", "{}", whole.replace('"start"', '"begin"'), whole.replace('"shape": [', '"shape": "x[')):
+        (tmp_path / "index.json").write_text(text)
+        with pytest.raises(DamagedError, match=r"index\.json"):
+            read_parts(tmp_path, target)
     (tmp_path / "index.json").unlink()
     with pytest.raises(DamagedError, match=r"index\.json cannot be read"):
         read_parts(tmp_path, target)
+    assert all(torch.equal(target[name], tensor) for name, tensor in tensors.items()), "refused, and nothing changed"
