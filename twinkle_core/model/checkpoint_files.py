@@ -10,8 +10,8 @@ model.safetensors                                all parameters, by the model's 
 optimizer.safetensors                            moments and step counts
 
 Where they lie in parts on several workers, which write a file each (`parallel.sharded_files`):
-weights/index.json, weights/part-*.safetensors      the adapter, or all parameters
-optimizer/index.json, optimizer/part-*.safetensors  moments and step counts
+weights/index.json, whole.safetensors, part-*.safetensors      the adapter, or all parameters
+optimizer/index.json, whole.safetensors, part-*.safetensors    moments and step counts
 """
 
 from __future__ import annotations
@@ -64,11 +64,16 @@ def write_snapshot(snapshot: Snapshot, folder: Path) -> None:
     for name in {*snapshot.tensors, *snapshot.texts}:
         (folder / name).parent.mkdir(exist_ok=True)
     for name, tensors in snapshot.tensors.items():
-        save_file(tensors, folder / name, {"format": "pt"})
-        sync(folder / name)
+        write_tensors(tensors, folder / name)
     for name, text in snapshot.texts.items():
         (folder / name).write_text(text)
         sync(folder / name)
+
+
+def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """A file of contiguous CPU tensors, flushed to disk."""
+    save_file(tensors, path, {"format": "pt"})
+    sync(path)
 
 
 def json_text(value: Mapping[str, Any]) -> str:

@@ -70,9 +70,15 @@ class CheckpointWorker:
         if snapshot.tensors or snapshot.texts:
             self._save = BackgroundSave(snapshot, store_url, prefix)
 
-    def wait_for_save(self, seconds: float) -> bool:
-        """Whether this rank's part of the save is done, after at most `seconds`. Raises what it raised."""
-        return self._save is None or self._save.wait(seconds)
+    def wait_for_save(self, seconds: float) -> bool | OSError:
+        """Whether this rank's part of the save is done, after at most `seconds`, or why it failed.
+
+        A disk that is full or a store that is away is an answer, not an error: an error would end a group of workers.
+        """
+        try:
+            return self._save is None or self._save.wait(seconds)
+        except OSError as error:
+            return error
 
     def end_save(self) -> tuple[FileEntry, ...]:
         """The files that this rank uploaded."""

@@ -63,7 +63,7 @@ class Optimizer:
             given = {"weight_decay": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "fused": True} | given
         _check_arguments(build, name, given)
         try:
-            self.torch = build(list(self._parameters.values()), **given)
+            self.torch = build(_groups_of(self._parameters), **given)
         except (ValueError, TypeError) as error:
             raise ConfigError(f"optimizer {name} refuses {given}: {error}") from error
         self._base_lrs = [float(group["lr"]) for group in self.torch.param_groups]
@@ -144,7 +144,9 @@ class Optimizer:
             return
         for name in plain["values"]:
             self._known(name.rpartition(".")[0])
-        for group, saved in zip(self.torch.param_groups, plain["groups"], strict=True):
+        groups = self.torch.param_groups
+        alike = plain["groups"] if len(plain["groups"]) == len(groups) else plain["groups"][:1] * len(groups)
+        for group, saved in zip(groups, alike, strict=True):
             group.update({key: type(group[key])(value) if isinstance(group[key], tuple) else value for key, value in saved.items()})
         self.torch.state.clear()
         for full, value in [*room.items(), *plain["values"].items()]:
@@ -155,6 +157,15 @@ class Optimizer:
         if name not in self._parameters:
             raise DataError(f"the optimizer's saved state is of a parameter {name}, which is not trained here")
         return self._parameters[name]
+
+
+def _groups_of(parameters: Mapping[str, torch.nn.Parameter]) -> list[Any]:
+    """The parameters, or a group for each mesh that they lie on: torch steps tensors of one mesh at a time."""
+    by_mesh: dict[object, list[torch.nn.Parameter]] = {}
+    for parameter in parameters.values():
+        by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    groups = list(by_mesh.values())
+    return groups[0] if len(groups) == 1 else [{"params": group} for group in groups]
 
 
 def optimizer_class(optimizer_cls: Any) -> tuple[Callable[..., torch.optim.Optimizer], str]:

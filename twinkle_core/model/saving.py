@@ -57,8 +57,14 @@ class ModelSaving:
         if not self._is_saving:
             return None
         self._is_saving = False  # also where what follows raises
-        while not all(self._group.call("wait_for_save", WAIT_SECONDS if block else 0.0)):
-            if not block:
+        is_done = False
+        while not is_done:
+            answers: Sequence[bool | OSError] = self._group.call("wait_for_save", WAIT_SECONDS if block else 0.0)
+            for answer in answers:
+                if isinstance(answer, OSError):
+                    raise answer
+            is_done = all(answers)
+            if not is_done and not block:
                 self._is_saving = True
                 return None
         parts: Sequence[Sequence[FileEntry]] = self._group.call("end_save")

@@ -32,7 +32,7 @@ def take_snapshot(state: AdapterState, copies: HostCopies, rank: int, world_size
     """
     optimizer, _ = state.ready()
     refuse_empty(state, rank, world_size)
-    sets = {files.WEIGHTS_FOLDER: state.parameters, files.OPTIMIZER_FOLDER: optimizer.tensors()}
+    sets: dict[str, Mapping[str, torch.Tensor]] = {files.WEIGHTS_FOLDER: state.parameters, files.OPTIMIZER_FOLDER: optimizer.tensors()}
     tensors, texts = _parts_of(sets, copies, rank, world_size) if is_parted(state) else _whole_of(state, sets, copies, rank)
     if rank == 0:
         more, their_texts = progress_files(state)
@@ -54,7 +54,7 @@ def refuse_empty(state: AdapterState, rank: int, world_size: int) -> None:
         return
     if not is_parted(state):
         if rank == 0:
-            refuse_untrained(state.parameters)
+            refuse_untrained(dict(state.parameters))
         return
     local = {name: local_part(parameter) for name, parameter in state.parameters.items()}
     learnt = any(bool(part.any()) for name, part in local.items() if "lora_B" in name)
@@ -77,8 +77,8 @@ def _parts_of(sets: Mapping[str, Mapping[str, torch.Tensor]], copies: HostCopies
     texts: dict[str, str] = {}
     for key, whole in sets.items():
         share = share_out(whole, rank, world_size)
-        if share.parts:
-            tensors[f"{key}/{share.file}"] = copies.take(key, share.parts)
+        for file, parts in share.parts.items():
+            tensors[f"{key}/{file}"] = copies.take(f"{key}/{file}", parts)
         if share.index is not None:
             texts[f"{key}/{INDEX}"] = share.index
     return tensors, texts

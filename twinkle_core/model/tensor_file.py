@@ -47,7 +47,7 @@ def save_file(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping
         with path.open("wb", buffering=0) as file:
             _write(file, memoryview(len(text).to_bytes(8, "little") + text))
             for name in order:
-                _write(file, memoryview(tensors[name].detach().reshape(-1).view(torch.uint8).numpy()))
+                _write(file, tensors[name].detach().reshape(-1).view(torch.uint8).numpy().data)
     except OSError as error:  # of a write, which names no file
         raise OSError(error.errno, error.strerror, str(path)) from error
 

@@ -46,6 +46,6 @@ def adapter_folder(folder: Path, weights: Mapping[str, torch.Tensor]) -> Iterato
         yield folder
         return
     with tempfile.TemporaryDirectory(prefix="adapter-") as scratch:
-        files.save_file(weights, Path(scratch) / files.ADAPTER_FILE, {"format": "pt"})
+        files.write_tensors(weights, Path(scratch) / files.ADAPTER_FILE)
         shutil.copyfile(folder / files.ADAPTER_CONFIG_FILE, Path(scratch) / files.ADAPTER_CONFIG_FILE)
         yield Path(scratch)

@@ -1,6 +1,7 @@
 """Tensors in files of which each rank writes its part, for any number of ranks to read. safetensors and JSON. Imports torch.
 
-part-00000-of-00004.safetensors   what rank 0 writes, by the tensors' own names; a rank without a part writes none
+part-00000-of-00004.safetensors   parts that rank 0 writes, by the tensors' own names; a rank without a part writes none
+whole.safetensors                 tensors that all ranks have whole, by rank 0
 index.json                        where each part lies in its tensor
 
 Writing has two halves: `share_out` asks all ranks what they hold and gives each its own parts, which later steps do not touch once
@@ -19,11 +20,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from twinkle_core.errors import DamagedError, DataError
-from twinkle_core.model.checkpoint_files import json_text, read_json, save_file, sync
+from twinkle_core.model.checkpoint_files import json_text, read_json, sync, write_tensors
 from twinkle_core.model.parallel.agreement import from_all, together
 from twinkle_core.model.parallel.whole_tensors import local_part, local_slices
 
 INDEX = "index.json"
+WHOLE = "whole.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +43,8 @@ class FilePart:
 class Share:
     """What one rank writes of a set of tensors."""
 
-    file: str
-    """Name of its file."""
-    parts: dict[str, torch.Tensor]
-    """Live parts by the tensors' names; empty where other ranks write all that this one holds."""
+    parts: dict[str, dict[str, torch.Tensor]]
+    """File → live parts by the tensors' names. No file is empty."""
     index: str | None
     """Text of the index; None but on rank 0."""
 
@@ -67,23 +67,27 @@ def share_out(tensors: Mapping[str, torch.Tensor], rank: int, world_size: int) -
             holders.setdefault(box, []).append(other)
         boxes |= theirs
     load = [0] * world_size
-    writer: dict[Box, int] = {}
-    for box in sorted(boxes, key=lambda box: (-boxes[box][1], box)):
-        writer[box] = min(holders[box], key=lambda other: (load[other], other))
-        load[writer[box]] += boxes[box][1]
-    mine = {name for (name, _), owner in writer.items() if owner == rank}
-    index = _index_text(tensors, {box: (boxes[box][0], writer[box]) for box in boxes}, world_size) if rank == 0 else None
-    parts = {name: local_part(tensor).detach() for name, tensor in tensors.items() if name in mine}
-    return Share(file=file_of(rank, world_size), parts=parts, index=index)
+    places: dict[Box, tuple[str, int]] = {}
+    for box in sorted(boxes, key=lambda box: (-len(holders[box]), -boxes[box][1], box)):
+        is_everywhere = len(holders[box]) == world_size
+        writer = 0 if is_everywhere else min(holders[box], key=lambda other: (load[other], other))
+        places[box] = (WHOLE if is_everywhere else file_of(writer, world_size), writer)
+        load[writer] += boxes[box][1]
+    parts: dict[str, dict[str, torch.Tensor]] = {}
+    for (name, _), (file, writer) in sorted(places.items()):
+        if writer == rank:
+            parts.setdefault(file, {})[name] = local_part(tensors[name]).detach()
+    index = _index_text(tensors, {box: (boxes[box][0], file) for box, (file, _) in places.items()}) if rank == 0 else None
+    return Share(parts=parts, index=index)
 
 
-def _index_text(tensors: Mapping[str, torch.Tensor], writers: Mapping[Box, tuple[tuple[int, ...], int]], world_size: int) -> str:
+def _index_text(tensors: Mapping[str, torch.Tensor], places: Mapping[Box, tuple[tuple[int, ...], str]]) -> str:
     entries: dict[str, Any] = {
         name: {"dtype": str(tensor.dtype), "shape": list(tensor.shape), "parts": []} for name, tensor in sorted(tensors.items())
     }
-    for (name, start), (shape, writer) in sorted(writers.items()):
-        entries[name]["parts"].append(asdict(FilePart(file=file_of(writer, world_size), start=start, shape=shape)))
-    return json_text({"world_size": world_size, "tensors": entries})
+    for (name, start), (shape, file) in sorted(places.items()):
+        entries[name]["parts"].append(asdict(FilePart(file=file, start=start, shape=shape)))
+    return json_text({"tensors": entries})
 
 
 def file_of(rank: int, world_size: int) -> str:
@@ -97,10 +101,8 @@ def write_parts(folder: Path, tensors: Mapping[str, torch.Tensor], rank: int, wo
     """
     share = share_out(tensors, rank, world_size)
     with together(world_size):
-        if share.parts:
-            parts = {name: part.cpu().contiguous() for name, part in share.parts.items()}
-            save_file(parts, folder / share.file, {"format": "pt"})
-            sync(folder / share.file)
+        for file, parts in share.parts.items():
+            write_tensors({name: part.cpu().contiguous() for name, part in parts.items()}, folder / file)
         if share.index is not None:
             (folder / INDEX).write_text(share.index)
             sync(folder / INDEX)
