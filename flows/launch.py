@@ -21,6 +21,7 @@ from twinkle_core.errors import ConfigError, DataError
 from twinkle_core.hub.resolve import check_scheme
 from twinkle_core.preprocessor.registry import build_filter, build_preprocessor
 from twinkle_core.preprocessor.sources import FileSource, open_source
+from twinkle_core.trainer.mesh import check_model, read_model_config
 
 
 def check(flow: str, values: Mapping[str, Any], trusted_code: Path | None = None) -> PrepareParams:
@@ -35,6 +36,8 @@ def check(flow: str, values: Mapping[str, Any], trusted_code: Path | None = None
     check_scheme(model)
     if "://" not in model and (model.startswith((".", "/", "~")) or model.endswith(".gguf")) and not Path(model).expanduser().exists():
         raise ConfigError(f"model.source is '{model}', and there is no such folder or file")
+    if isinstance(params, SFTParams) and "://" not in model and (config := read_model_config(Path(model).expanduser())):
+        check_model(params.resources, config)
     for source in params.data.sources:  # last: a generator's own settings take a second to check
         opened = open_source(source)
         if isinstance(opened, FileSource):

@@ -22,6 +22,8 @@ from twinkle_core.config import (
     recipe,
     resource,
 )
+from twinkle_core.errors import ConfigError
+from twinkle_core.trainer.mesh import check_resources
 
 
 class PrepareParams(Config):
@@ -85,6 +87,14 @@ class SFTParams(PrepareParams):
     def ray_address_needs_ray(self) -> SFTParams:
         if self.resources.mode == "local" and self.resources.ray_address is not None:
             raise ValueError(f"resources.ray_address {self.resources.ray_address} is given, but resources.mode is 'local'; use mode 'ray'")
+        return self
+
+    @model_validator(mode="after")
+    def model_can_be_spread_so(self) -> SFTParams:
+        try:
+            check_resources(self.resources, self.train)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
         return self
 
 

@@ -220,7 +220,14 @@ class ResourcesConfig(Config):
     """Where it runs. Nothing here changes what comes out (but see docs/resume.md on worker and thread counts and float order)."""
 
     mode: Literal["ray", "local"] = resource("ray", "Train in a group of Ray actors, or in this process.")
-    workers: int = resource(1, "Data-parallel training workers.", ge=1)
+    workers: int = resource(1, "Training workers. Each has rows of its own, but for those that share them along cp, tp or ulysses.", ge=1)
+    fsdp: int = resource(1, "Workers that each parameter is sharded over (FSDP2).", ge=1)
+    tp: int = resource(1, "Workers that each layer is split over (tensor parallel); without adapters.", ge=1)
+    cp: int = resource(1, "Workers that a packed row is cut over, as a ring (context parallel).", ge=1)
+    ulysses: int = resource(1, "Workers, out of the others, that a packed row is cut over, exchanging heads.", ge=1)
+    ep: int = resource(1, "Workers, out of the others, that the experts of a layer are spread over.", ge=1)
+    cpu_offload: bool = resource(False, "With fsdp: shards and optimizer state live in the CPU's memory.")
+    memory_efficient_init: bool = resource(False, "Each worker reads only its own part of the base model, where parts there are.")
     cpus_per_worker: int = resource(1, "CPU cores and torch threads of a worker.", ge=1)
     gpus_per_worker: float = resource(0, "GPUs of a worker.", ge=0)
     ray_address: str | None = resource(None, "Running Ray cluster; null starts a local one.")

@@ -11,6 +11,7 @@ BROAD_EXCEPT: dict[str, str] = {
     "twinkle_core/infra/local_group.py": "a worker's error of any kind is told to the other ranks, then raised",
     "twinkle_core/infra/notify.py": "the user's notifier failed: logged, so that the error it was to tell goes on",
     "twinkle_core/model/background_save.py": "the thread's error of any kind is kept and raised by the caller's `end_save`",
+    "twinkle_core/model/parallel/agreement.py": "a rank's error of any kind is told to the other ranks, then raised on all",
     "twinkle_core/template/processes.py": "an encoding process sends its error of any kind to the process that reads the results",
 }
 """File → why a broad except that does not re-raise stands there: only at the edge of a process or thread."""

@@ -32,6 +32,7 @@ from twinkle_core.model.checkpoint_files import (
     read_tensors,
     write_json,
 )
+from twinkle_core.model.trained_weights import adapter_folder, is_adapter, read_trained
 
 SHARD_BYTES = 5_000_000_000
 """A weights file is cut above this size, and an index says which tensor is where."""
@@ -56,16 +57,15 @@ def export(
         raise ConfigError(f"{out} is not empty; export writes into a new folder")
     load_config(base_folder)
     generation = generation_settings(base_folder)
-    is_adapter = (weights_folder / ADAPTER_FILE).exists()
-    weights = read_tensors(weights_folder / (ADAPTER_FILE if is_adapter else MODEL_FILE))
+    weights = read_trained(weights_folder)
     _refuse_not_finite(weights, str(weights_folder))
-    if is_adapter:
+    if is_adapter(weights_folder):
         refuse_untrained(weights)
     elif export.form == "adapter":
         raise ConfigError("form is 'adapter', but all parameters were trained: use form 'merged'")
     model = _load(base_folder, torch.float32)
-    if is_adapter:
-        wrapped = _with_adapter(model, weights_folder)
+    if is_adapter(weights_folder):
+        wrapped = _with_adapter(model, weights_folder, weights)
         if export.form == "merged":
             _refuse_tied(model, weights)
             model = wrapped.merge_and_unload()
@@ -154,11 +154,12 @@ def _write_adapter(
     return sum(tensor.numel() for tensor in cast.values())
 
 
-def _with_adapter(model: PreTrainedModel, folder: Path) -> peft.PeftModel:
+def _with_adapter(model: PreTrainedModel, folder: Path, weights: Mapping[str, torch.Tensor]) -> peft.PeftModel:
     """`model` with the adapter of `folder`, every tensor of which must have found its place, and no other."""
-    wrapped = peft.PeftModel.from_pretrained(model, folder, low_cpu_mem_usage=False)
+    with adapter_folder(folder, weights) as pefts:
+        wrapped = peft.PeftModel.from_pretrained(model, pefts, low_cpu_mem_usage=False)
     there = peft.get_peft_model_state_dict(wrapped, save_embedding_layers=False)
-    given = {name: tensor.to(torch.float32) for name, tensor in read_tensors(folder / ADAPTER_FILE).items()}
+    given = {name: tensor.to(torch.float32) for name, tensor in weights.items()}
     check_tensors(given, {name: tensor.to(torch.float32) for name, tensor in there.items()}, folder / ADAPTER_FILE)
     different = [name for name in given if not torch.equal(given[name], there[name].to(torch.float32))]
     if different:

@@ -25,12 +25,18 @@ class BackgroundSave:
         self._thread = threading.Thread(target=self._run, args=(snapshot, store_url, prefix), name="checkpoint-upload", daemon=True)
         self._thread.start()
 
-    def result(self, *, block: bool) -> tuple[FileEntry, ...] | None:
-        """The uploaded files, or None while at work. Raises what the thread raised."""
-        if block:
-            self._thread.join()
+    def wait(self, seconds: float) -> bool:
+        """Whether the thread is done, after at most `seconds`. Raises what it raised."""
+        self._thread.join(seconds)
         if self._thread.is_alive():
-            return None
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def result(self) -> tuple[FileEntry, ...]:
+        """The uploaded files. Waits for the thread; raises what it raised."""
+        self._thread.join()
         if self._error is not None:
             raise self._error
         if self._files is None:

@@ -1,10 +1,17 @@
 """The files of a checkpoint: safetensors and JSON, no pickle. Imports torch.
 
-adapter_model.safetensors, adapter_config.json   an adapter, in peft's own form; or
+training.json                                    step, optimizer and schedule settings
+rng.safetensors                                  random number generators of worker 0
+adapter_config.json                              of an adapter, in peft's own form
+
+Where tensors are whole on worker 0:
+adapter_model.safetensors                        an adapter, in peft's own form; or
 model.safetensors                                all parameters, by the model's own names
 optimizer.safetensors                            moments and step counts
-rng.safetensors                                  random number generators of worker 0
-training.json                                    step, optimizer and schedule settings
+
+Where they lie in parts on several workers, which write a file each (`parallel.sharded_files`):
+weights/index.json, whole.safetensors, part-*.safetensors      the adapter, or all parameters
+optimizer/index.json, whole.safetensors, part-*.safetensors    moments and step counts
 """
 
 from __future__ import annotations
@@ -12,15 +19,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from twinkle_core.errors import ConfigError, DamagedError, DataError, StorageError
+from twinkle_core.errors import ConfigError, DamagedError, DataError
+from twinkle_core.model.tensor_file import save_file
 
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
@@ -28,18 +36,18 @@ MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 RNG_FILE = "rng.safetensors"
 TRAINING_FILE = "training.json"
+WEIGHTS_FOLDER = "weights"
+OPTIMIZER_FOLDER = "optimizer"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """A training state at rest: CPU copies that later steps do not touch."""
+    """What one rank writes of a training state at rest; empty where other ranks write all of it."""
 
-    weights: dict[str, torch.Tensor]
-    adapter_config: str | None
-    """Text of adapter_config.json; None when all parameters are trained."""
-    optimizer: dict[str, torch.Tensor]
-    rng: dict[str, torch.Tensor]
-    training: dict[str, Any]
+    tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    """File → its tensors: contiguous CPU copies that later steps do not touch."""
+    texts: dict[str, str] = field(default_factory=dict)
+    """File → its text."""
 
 
 def weights_file(is_adapter: bool) -> str:
@@ -51,29 +59,29 @@ def detach(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
 
-def write_snapshot(snapshot: Snapshot, folder: Path, *, only_weights: bool = False) -> None:
+def write_snapshot(snapshot: Snapshot, folder: Path) -> None:
     """Writes the files into `folder`, each flushed to disk."""
-    write_tensors(snapshot.weights, folder / weights_file(snapshot.adapter_config is not None))
-    if not only_weights:
-        write_tensors(snapshot.optimizer, folder / OPTIMIZER_FILE)
-        write_tensors(snapshot.rng, folder / RNG_FILE)
-        write_json(folder / TRAINING_FILE, snapshot.training)
-    if snapshot.adapter_config is not None:
-        (folder / ADAPTER_CONFIG_FILE).write_text(snapshot.adapter_config)
-    for path in folder.iterdir():
-        sync(path)
+    for name in {*snapshot.tensors, *snapshot.texts}:
+        (folder / name).parent.mkdir(exist_ok=True)
+    for name, tensors in snapshot.tensors.items():
+        write_tensors(tensors, folder / name)
+    for name, text in snapshot.texts.items():
+        (folder / name).write_text(text)
+        sync(folder / name)
 
 
 def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Raises `StorageError` for a disk that does not take it, which safetensors tells by an error of its own."""
-    try:
-        save_file(dict(tensors), path, {"format": "pt"})
-    except SafetensorError as error:
-        raise StorageError(f"{path} cannot be written: {error}") from error
+    """A file of contiguous CPU tensors, flushed to disk."""
+    save_file(tensors, path, {"format": "pt"})
+    sync(path)
+
+
+def json_text(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n"
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
+    path.write_text(json_text(value))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -85,6 +93,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a file. They lie in the file, not in memory: only what is looked at is read."""
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:

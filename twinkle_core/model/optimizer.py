@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from twinkle_core.errors import ConfigError, DataError
-from twinkle_core.model.placement import Placement
 from twinkle_core.scheduler import SCHEDULERS, MetricSchedule, build_schedule
 
 STATE_NAMES = ("step", "exp_avg", "exp_avg_sq")
@@ -64,7 +63,7 @@ class Optimizer:
             given = {"weight_decay": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "fused": True} | given
         _check_arguments(build, name, given)
         try:
-            self.torch = build(list(self._parameters.values()), **given)
+            self.torch = build(_groups_of(self._parameters), **given)
         except (ValueError, TypeError) as error:
             raise ConfigError(f"optimizer {name} refuses {given}: {error}") from error
         self._base_lrs = [float(group["lr"]) for group in self.torch.param_groups]
@@ -124,30 +123,49 @@ class Optimizer:
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"the optimizer's saved state is not understood ({error})") from error
 
-    def load(self, found: Mapping[str, torch.Tensor], plain: Mapping[str, Any] | None, placement: Placement) -> None:
-        """Takes over a saved state that was checked against `expected`."""
-        if not self.is_preset and plain is not None:
-            self._make_room(found, plain)
-        placement.scatter(found, self.tensors())
+    def room(self, plain: Mapping[str, Any] | None) -> dict[str, torch.Tensor]:
+        """Tensors to fill with a saved state: the live ones, or, where they appear with the first step only, new ones that lie alike."""
+        if self.is_preset or plain is None:
+            return self.tensors()
+        found: dict[str, torch.Tensor] = {}
+        for full, like in self.expected(plain).items():
+            name, _, key = full.rpartition(".")
+            parameter = self._known(name)
+            if like.shape == parameter.shape:
+                found[full] = torch.zeros_like(parameter, dtype=like.dtype)
+            else:
+                on_cpu = key == "step" and not (self.torch.defaults.get("fused") or self.torch.defaults.get("capturable"))
+                found[full] = torch.zeros(like.shape, dtype=like.dtype, device="cpu" if on_cpu else parameter.device)
+        return found
 
-    def _make_room(self, found: Mapping[str, torch.Tensor], plain: Mapping[str, Any]) -> None:
-        for group, saved in zip(self.torch.param_groups, plain["groups"], strict=True):
+    def load(self, room: Mapping[str, torch.Tensor], plain: Mapping[str, Any] | None) -> None:
+        """Takes over a saved state: the tensors of `room`, filled, and what is not a tensor."""
+        if self.is_preset or plain is None:
+            return
+        for name in plain["values"]:
+            self._known(name.rpartition(".")[0])
+        groups = self.torch.param_groups
+        alike = plain["groups"] if len(plain["groups"]) == len(groups) else plain["groups"][:1] * len(groups)
+        for group, saved in zip(groups, alike, strict=True):
             group.update({key: type(group[key])(value) if isinstance(group[key], tuple) else value for key, value in saved.items()})
         self.torch.state.clear()
-        for full, value in [*found.items(), *plain["values"].items()]:
+        for full, value in [*room.items(), *plain["values"].items()]:
             name, _, key = full.rpartition(".")
-            if name not in self._parameters:
-                raise DataError(f"the optimizer's saved state is of a parameter {name}, which is not trained here")
-            parameter = self._parameters[name]
-            if isinstance(value, torch.Tensor):
-                on_cpu = key == "step" and not (self.torch.defaults.get("fused") or self.torch.defaults.get("capturable"))
-                like = value.shape == parameter.shape
-                value = (
-                    torch.zeros_like(parameter, dtype=value.dtype)
-                    if like
-                    else torch.zeros_like(value, device="cpu" if on_cpu else parameter.device)
-                )
-            self.torch.state[parameter][key] = value
+            self.torch.state[self._parameters[name]][key] = value
+
+    def _known(self, name: str) -> torch.nn.Parameter:
+        if name not in self._parameters:
+            raise DataError(f"the optimizer's saved state is of a parameter {name}, which is not trained here")
+        return self._parameters[name]
+
+
+def _groups_of(parameters: Mapping[str, torch.nn.Parameter]) -> list[Any]:
+    """The parameters, or a group for each mesh that they lie on: torch steps tensors of one mesh at a time."""
+    by_mesh: dict[object, list[torch.nn.Parameter]] = {}
+    for parameter in parameters.values():
+        by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    groups = list(by_mesh.values())
+    return groups[0] if len(groups) == 1 else [{"params": group} for group in groups]
 
 
 def optimizer_class(optimizer_cls: Any) -> tuple[Callable[..., torch.optim.Optimizer], str]:

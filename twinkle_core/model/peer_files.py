@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from twinkle_core.errors import ConfigError, DamagedError, DataError
+from twinkle_core.errors import ConfigError, DataError
 from twinkle_core.model import checkpoint_files as files
 from twinkle_core.model.adapter_state import AdapterState
+from twinkle_core.model.trained_weights import INDEX_FILE, read_cut_file
 
-INDEX_FILE = "model.safetensors.index.json"
 PICKLED_WEIGHTS = ("adapter_model.bin", "pytorch_model.bin", "pytorch_model.bin.index.json")
 OPTIMIZER_PICKLE = "optimizer.pt"
 LORA_SETTINGS = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "target_parameters")
@@ -54,13 +54,7 @@ def read_weights(folder: Path, state: AdapterState, model: PreTrainedModel) -> d
         pickled = [other for other in PICKLED_WEIGHTS if (folder / other).exists()]
         if pickled:
             raise DataError(f"{folder / pickled[0]} is a pickle, which may run code: save the weights as safetensors ({name})")
-    if state.adapter is None and (folder / INDEX_FILE).exists():
-        shards = sorted(set(files.read_json(folder / INDEX_FILE)["weight_map"].values()))
-        if any(Path(shard).name != shard for shard in shards):
-            raise DamagedError(f"{folder / INDEX_FILE} names files outside its folder")
-        found = {key: tensor for shard in shards for key, tensor in files.read_tensors(folder / shard).items()}
-    else:
-        found = files.read_tensors(folder / name)
+    found = read_cut_file(folder) if state.adapter is None and (folder / INDEX_FILE).exists() else files.read_tensors(folder / name)
     found = _without_tied(found, state, model)
     wanted = {key: parameter.dtype for key, parameter in state.parameters.items()}
     found = {key: tensor.to(wanted[key]) if tensor.is_floating_point() and key in wanted else tensor for key, tensor in found.items()}

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from storage.artifact import FileEntry
 
 TRAINER_STATE_FILE = "trainer_state.json"
+WAIT_SECONDS = 0.5
+"""How long a worker waits for its own part of a save before it asks how the others' went."""
 STATE_KEYS = ("cur_step", "consumed_train_samples", "gradient_accumulation_steps")
 
 
@@ -25,6 +27,7 @@ class ModelSaving:
     _group: WorkerGroup
     _uploads: bool = False
     """Whether an upload was begun that nobody waited for."""
+    _is_saving = False
 
     def get_state_dict(self, *, adapter_name: str | None = None) -> dict[str, np.ndarray]:
         """The trained parameters by the names they have in a checkpoint, float32."""
@@ -37,22 +40,37 @@ class ModelSaving:
         return result
 
     def begin_save(self, store_url: str, prefix: str, *, adapter_name: str | None = None) -> None:
-        """Copies the training state aside on worker 0 and starts writing and uploading it under `prefix` of the store.
+        """Copies the training state to host memory and starts writing and uploading it under `prefix` of the store.
 
-        Training may go on at once. One save at a time: call `end_save` in between. A window that is not full is stepped first.
+        Training may go on at once. Worker 0 has all to write, or, where tensors lie in parts on several workers, each its own share.
+        One save at a time: call `end_save` in between. A window that is not full is stepped first.
         """
+        if self._is_saving:
+            raise ConfigError("a save is under way: call end_save before the next begin_save")
         self._group.call("close_window", adapter_name)
         self._group.call("begin_save", store_url, prefix, adapter_name)
+        self._is_saving = True
 
     def end_save(self, block: bool = True) -> tuple[FileEntry, ...] | None:
-        """The files of the save that was begun, once it is done; None while it runs (`block=False`) or when none was begun.
+        """The files of the save that was begun, of all workers, once all are done; None while one runs (`block=False`) or none was begun.
 
-        Raises what the save raised.
+        Raises what the save raised on any worker, as soon as it did; the next save may then begin.
         """
-        result: tuple[FileEntry, ...] | OSError | None = self._group.call("end_save", block, collect="first")
-        if isinstance(result, OSError):
-            raise result
-        return result
+        if not self._is_saving:
+            return None
+        self._is_saving = False  # also where what follows raises
+        is_done = False
+        while not is_done:
+            answers: Sequence[bool | OSError] = self._group.call("wait_for_save", WAIT_SECONDS if block else 0.0)
+            for answer in answers:
+                if isinstance(answer, OSError):
+                    raise answer
+            is_done = all(answers)
+            if not is_done and not block:
+                self._is_saving = True
+                return None
+        parts: Sequence[Sequence[FileEntry]] = self._group.call("end_save")
+        return tuple(sorted((entry for part in parts for entry in part), key=lambda entry: entry.path))
 
     def restore(self, folder: str | Path, *, only_weights: bool = False, adapter_name: str | None = None) -> None:
         """Loads weights, optimizer, schedule, step and RNG states. Set up adapter, optimizer and schedule first, as they were.
@@ -63,7 +81,7 @@ class ModelSaving:
         self._group.call("restore", str(folder), only_weights, adapter_name)
 
     def restore_from(self, store_url: str, prefix: str, entries: Sequence[FileEntry], *, adapter_name: str | None = None) -> None:
-        """As `restore`, from a checkpoint in a store: every worker fetches it and verifies each file."""
+        """As `restore`, from a checkpoint in a store: every worker fetches and verifies the files that it reads from."""
         self._group.call("restore_from", store_url, prefix, tuple(entries), adapter_name)
 
     def save(
@@ -82,6 +100,7 @@ class ModelSaving:
         `name` None stands for 'checkpoint-step-N' after N optimizer steps. With `interval` n nothing is saved, and None given,
         unless N is a multiple of n. An accumulation window that is not full is stepped first: a checkpoint holds all that was
         learnt from, and the last, short window of a run is not lost. `save_optimizer=False` leaves out what only a resume needs.
+        Weights are whole in every case; of a model that lies in parts on several machines `output_dir` must be one that all of them see.
         """
         if name is not None and (Path(name).name != name or name in ("", ".", "..")):
             raise ConfigError(f"checkpoint name {name!r} must be a plain folder name")

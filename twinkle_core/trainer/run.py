@@ -20,6 +20,7 @@ from twinkle_core.infra.group import WorkerGroup, open_group
 from twinkle_core.model.transformers import TRANSFORMERS_WORKER, TransformersModel
 from twinkle_core.sharding.reader import PackedDataset
 from twinkle_core.trainer import sft
+from twinkle_core.trainer.mesh import check_model, check_resources, mesh_of, num_data_ranks, read_model_config
 from twinkle_core.types import DocumentKind, Progress
 
 ADAPTER = "default"
@@ -60,11 +61,15 @@ class SFTJob:
 def run_sft(job: SFTJob, *, store: Store, tracker: Tracker, progress: Progress, say: Callable[[str], None]) -> Manifest:
     """The committed checkpoint of the last step.
 
-    Raises `ConfigError` before anything starts for shards that another loop learns from, or that the cache cannot hold.
+    Raises `ConfigError` before anything starts for shards that another loop learns from, or that the cache cannot hold, and for
+    a mesh that does not fit workers, settings or model.
     A lost worker, node or actor out of memory (`WorkerLostError`) rebuilds the whole group and goes on from HEAD, at most
     `resources.max_restarts` times in a row without a new checkpoint. Any other error ends the run.
     """
     check_shards(job.shards, job.train)
+    check_resources(job.resources, job.train)
+    if config := read_model_config(job.model_folder):
+        check_model(job.resources, config)
     lost = 0
     newest_step = -1
     for _ in itertools.count():
@@ -139,7 +144,15 @@ def check_shards(shards: PackedDataset, train: TrainConfig) -> None:
 def build_model(job: SFTJob, group: WorkerGroup, *, num_training_steps: int) -> TransformersModel:
     """The base model with adapter, optimizer and schedule, before its first step."""
     train = job.train
-    model = TransformersModel(str(job.model_folder), group=group, mixed_precision=train.mixed_precision, seed=train.seed)
+    model = TransformersModel(
+        str(job.model_folder),
+        group=group,
+        mixed_precision=train.mixed_precision,
+        seed=train.seed,
+        device_mesh=mesh_of(job.resources),
+        fsdp_config={"cpu_offload": True} if job.resources.cpu_offload else None,
+        memory_efficient_init=job.resources.memory_efficient_init,
+    )
     if train.lora is not None:
         model.add_adapter_to_model(ADAPTER, train.lora)
     model.set_optimizer("AdamW", lr=train.lr, weight_decay=train.weight_decay)
@@ -153,7 +166,7 @@ def fresh_state(job: SFTJob) -> TrainerState:
     """The state before the first step."""
     micro_batches = job.train.batch_size // job.train.micro_batch_size
     return TrainerState(
-        gradient_accumulation_steps=-(-micro_batches // job.resources.workers),
+        gradient_accumulation_steps=-(-micro_batches // num_data_ranks(job.resources)),
         world_size=job.resources.workers,
         recipe_fingerprint=job.train_key,
     )
