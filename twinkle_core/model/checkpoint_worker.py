@@ -52,7 +52,7 @@ class CheckpointWorker:
         raise NotImplementedError
 
     def get_state_dict(self, adapter_name: str | None) -> dict[str, np.ndarray]:
-        return {name: tensor.numpy() for name, tensor in self.placement.gather(self.state(adapter_name).parameters).items()}
+        return {name: tensor.numpy() for name, tensor in self.placement.gather(self.state(adapter_name).weights()).items()}
 
     def get_peft_config_dict(self, adapter_name: str | None) -> dict[str, Any]:
         adapter = self.state(adapter_name).adapter
@@ -125,7 +125,7 @@ class CheckpointWorker:
     def _snapshot(self, state: AdapterState) -> files.Snapshot:
         """Collective; empty but on rank 0."""
         optimizer, _ = state.ready()
-        weights = self.placement.gather(state.parameters)
+        weights = self.placement.gather(state.weights())
         if state.adapter is not None and state.step > 0 and self.rank == 0:
             refuse_untrained(weights)
         return files.Snapshot(
@@ -152,7 +152,7 @@ class CheckpointWorker:
             files.check_settings(saved, adapter_settings(state.adapter.config_dict()) or {}, path / files.ADAPTER_CONFIG_FILE)
         weights = read_weights(path, state, self.model)
         if only_weights:
-            self.placement.scatter(weights, state.parameters)
+            state.assign(weights)
             state.start_window()
             return
         if not (path / files.TRAINING_FILE).exists() and (peer := peer_state(path, state)) is not None:
@@ -160,7 +160,7 @@ class CheckpointWorker:
         else:
             training, tensors, rng = self._read_state(path, state)
         optimizer, _ = state.ready()
-        self.placement.scatter(weights, state.parameters)
+        state.assign(weights)
         optimizer.load(tensors, training.get("optimizer_state"), self.placement)
         if rng is not None:
             _set_rng_states(rng)

@@ -139,7 +139,14 @@ def check_shards(shards: PackedDataset, train: TrainConfig) -> None:
 def build_model(job: SFTJob, group: WorkerGroup, *, num_training_steps: int) -> TransformersModel:
     """The base model with adapter, optimizer and schedule, before its first step."""
     train = job.train
-    model = TransformersModel(str(job.model_folder), group=group, mixed_precision=train.mixed_precision, seed=train.seed)
+    model = TransformersModel(
+        str(job.model_folder),
+        group=group,
+        mixed_precision=train.mixed_precision,
+        activation_checkpointing=train.activation_checkpointing,
+        deterministic=train.deterministic,
+        seed=train.seed,
+    )
     if train.lora is not None:
         model.add_adapter_to_model(ADAPTER, train.lora)
     model.set_optimizer("AdamW", lr=train.lr, weight_decay=train.weight_decay)
