@@ -105,17 +105,18 @@ def test_logits_are_made_where_somebody_looks_at_them(folder: Path, monkeypatch:
     assert fused.calls == 0
 
 
-def sharded(rank: int, folder: Path, on: tuple[str, ...]) -> Any:
+def sharded(rank: int, folder: Path, on: tuple[str, ...], checkpointing: str) -> Any:
     forward.FUSED_HEAD_ON = on
     group = LocalGroup(TRANSFORMERS_WORKER, rank=rank, world_size=2, init_method="unused: the group is joined")
-    model = build(folder, False, group=group, device_mesh=DeviceMesh.from_sizes(world_size=2, fsdp_size=2), mixed_precision="no")
-    return step(model)
+    mesh = DeviceMesh.from_sizes(world_size=2, fsdp_size=2)
+    return step(build(folder, False, group=group, device_mesh=mesh, mixed_precision="no", activation_checkpointing=checkpointing))
 
 
-def test_the_loss_at_the_head_takes_part_in_sharding(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.slow  # starts processes, twice
+def test_the_loss_at_the_head_and_checkpointed_layers_take_part_in_sharding(folder: Path, tmp_path: Path) -> None:
     alone = step(build(folder, False))
-    found = run_ranks(2, sharded, tmp_path, folder, ("cpu",))
-    plain = run_ranks(2, sharded, tmp_path, folder, ())
+    found = run_ranks(2, sharded, tmp_path, folder, ("cpu",), "full")
+    plain = run_ranks(2, sharded, tmp_path, folder, (), "none")
     for rank in range(2):
         assert_close(found[rank], plain[rank])
     assert found[0][2] == pytest.approx(alone[2], rel=1e-4)

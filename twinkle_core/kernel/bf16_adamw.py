@@ -1,4 +1,4 @@
-"""AdamW for parameters kept in bf16, by default without losing an update. Imports torch.
+"""AdamW for parameters kept in bf16, without losing an update. Imports torch.
 
 A bf16 parameter of 1.0 does not change when 0.001 is added. Here each parameter has a float32 value, of which the model
 sees the bf16 rounding; the 16 bits that the rounding took are kept beside it. So the float32 value costs two bytes more,
@@ -25,9 +25,8 @@ class Bf16AdamW:
     """AdamW (https://arxiv.org/abs/1711.05101, decoupled decay) over named bf16 parameters; its state exists from the start.
 
     `low_bits` are those of the float32 values that the parameters are the rounding of (see `split_bits`); without them they are zeros.
-    Bytes a parameter besides parameter and gradient: 2 for the low bits, and 4 or 2 for each moment. `keep_float32=False`
-    saves the low bits and loses small updates. A second moment in bf16 stands still for beta2 above about 0.99 (its
-    change rounds away), so that is refused.
+    Bytes a parameter besides parameter and gradient: 2 for the low bits, and 4 or 2 for each moment. A second moment in bf16 stands
+    still for beta2 above about 0.99 (its change rounds away), so that is refused.
     """
 
     def __init__(
@@ -39,7 +38,6 @@ class Bf16AdamW:
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         moments: str = "float32",
-        keep_float32: bool = True,
         low_bits: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         wrong = [f"{name} {parameter.dtype}" for name, parameter in parameters.items() if parameter.dtype != torch.bfloat16]
@@ -52,14 +50,14 @@ class Bf16AdamW:
         self.lr, self.weight_decay, self.betas, self.eps = lr, weight_decay, betas, eps
         self.num_steps = 0
         self._parameters = dict(parameters)
-        kinds = {"exp_avg": MOMENTS[moments], "exp_avg_sq": MOMENTS[moments]} | ({"low_bits": torch.int16} if keep_float32 else {})
+        kinds = {"exp_avg": MOMENTS[moments], "exp_avg_sq": MOMENTS[moments], "low_bits": torch.int16}
         self._state = {
             name: {key: torch.zeros_like(parameter, dtype=dtype, requires_grad=False) for key, dtype in kinds.items()}
             for name, parameter in self._parameters.items()
         }
         for name, bits in (low_bits or {}).items():
             self._state[name]["low_bits"] = bits
-        self._is_exact = keep_float32 and moments == "float32"
+        self._moments = MOMENTS[moments]
 
     @torch.no_grad()
     def step(
@@ -78,7 +76,7 @@ class Bf16AdamW:
             if grad is None:
                 continue
             device, state = parameter.device, self._state[name]
-            if self._is_exact and device.type == "cpu":
+            if device.type == "cpu" and self._moments == torch.float32:
                 self._float32_update(parameter.detach(), grad, grad_factor, rate, state)
                 continue
             if device not in sent:  # a Python number would be compiled in
@@ -103,22 +101,19 @@ class Bf16AdamW:
         state["low_bits"].copy_(low)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The live state: `<parameter>.exp_avg`, `<parameter>.exp_avg_sq` and, where kept, `<parameter>.low_bits` (int16)."""
+        """The live state: `<parameter>.exp_avg`, `<parameter>.exp_avg_sq` and `<parameter>.low_bits` (int16)."""
         return {f"{name}.{key}": tensor for name, state in self._state.items() for key, tensor in state.items()}
 
     def float32_value(self, name: str) -> torch.Tensor:
-        """The value of parameter `name`, of which the parameter is the rounding; the parameter's own where no low bits are kept."""
-        low_bits = self._state[name].get("low_bits")
-        parameter = self._parameters[name].detach()
-        return parameter.float() if low_bits is None else join_bits(parameter, low_bits)
+        """The value of parameter `name`, of which the parameter is the rounding."""
+        return join_bits(self._parameters[name].detach(), self._state[name]["low_bits"])
 
     @torch.no_grad()
     def assign(self, name: str, value: torch.Tensor) -> None:
         """Makes the float32 `value` that of parameter `name`."""
         high, low = split_bits(value.to(self._parameters[name].device, torch.float32))
         self._parameters[name].copy_(high)
-        if "low_bits" in self._state[name]:
-            self._state[name]["low_bits"].copy_(low)
+        self._state[name]["low_bits"].copy_(low)
 
 
 def join_bits(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
@@ -142,21 +137,18 @@ def adamw_update(
     *,
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
-    low_bits: torch.Tensor | None = None,
+    low_bits: torch.Tensor,
 ) -> None:
     """One AdamW update in place, over flat tensors of one parameter; `numbers` float32 [7] as `Bf16AdamW.step` lists them."""
     lr, decay, beta1, beta2, eps, correction1, correction2 = numbers.unbind()
     gradient = grad.float() * grad_factor
     first = beta1 * exp_avg.float() + (1.0 - beta1) * gradient
     second = beta2 * exp_avg_sq.float() + (1.0 - beta2) * gradient * gradient
-    value = (parameter.float() if low_bits is None else join_bits(parameter, low_bits)) * (1.0 - lr * decay)
+    value = join_bits(parameter, low_bits) * (1.0 - lr * decay)
     value = value - lr * (first / correction1) / ((second / correction2).sqrt() + eps)
-    if low_bits is None:
-        parameter.copy_(value)
-    else:
-        high, low = split_bits(value)
-        parameter.copy_(high)
-        low_bits.copy_(low)
+    high, low = split_bits(value)
+    parameter.copy_(high)
+    low_bits.copy_(low)
     exp_avg.copy_(first)
     exp_avg_sq.copy_(second)
 

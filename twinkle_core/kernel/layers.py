@@ -55,18 +55,16 @@ def why_not_compiled(model: PreTrainedModel) -> str | None:
     return None
 
 
-def prepare_layers(model: PreTrainedModel, *, compiled: bool = False, checkpointing: Checkpointing = "none", every: int = 1) -> None:
+def prepare_layers(model: PreTrainedModel, *, compiled: bool = False, checkpointing: Checkpointing = "none") -> None:
     """How each decoder layer runs, and what its backward pass computes again. Parameter names stay as they are.
 
     Call it once, after adapters were added. `compiled`, on a GPU only: each layer becomes one graph at its first call; a layer that cannot
     is an error then, and so is compiling again and again, for both would be slow and look fine. `checkpointing`: nothing is
-    computed again, or all but the dear operations, or the whole of every `every`-th layer. Uncompiled, its result is that
+    computed again, or all but the dear operations, or the whole layer. Uncompiled, its result is that
     without checkpointing to the bit where the kernels are deterministic; dropout draws the same numbers again.
     """
     if checkpointing not in ("none", "selective", "full"):
         raise ConfigError(f"activation checkpointing is {checkpointing!r}; known: none, selective, full")
-    if every < 1 or (every > 1 and checkpointing != "full"):
-        raise ConfigError(f"checkpoint every {every}-th layer: 1 or more, and above 1 only with full checkpointing, not {checkpointing!r}")
     layers: list[Any] = decoder_layers(model)
     if compiled and checkpointing == "selective":
         raise ConfigError("selective checkpointing works on uncompiled layers; compiled ones choose by themselves, or take 'full'")
@@ -77,13 +75,13 @@ def prepare_layers(model: PreTrainedModel, *, compiled: bool = False, checkpoint
     if compiled:
         allow_variants(1)
         torch._dynamo.config.fail_on_recompile_limit_hit = True
-    for index, layer in enumerate(layers):
+    for layer in layers:
         if compiled:
             layer.compile(fullgraph=True, dynamic=True)
         if checkpointing != "none":
             if not hasattr(layer, "gradient_checkpointing"):
                 raise ConfigError(f"{type(layer).__name__} does not take part in activation checkpointing")
-            layer.gradient_checkpointing = index % every == 0
+            layer.gradient_checkpointing = True
             contexts: dict[str, Any] = (
                 {"context_fn": partial(create_selective_checkpoint_contexts, _keep_products)} if checkpointing == "selective" else {}
             )

@@ -136,6 +136,8 @@ class AdaptersWorker(CheckpointWorker):
             for parameter in self.model.parameters():
                 if id(parameter) not in trained:
                     parameter.data = parameter.data.to(torch.bfloat16)
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()  # of the float32 values: other sizes come now
 
     def _may_split(self) -> bool:
         """Whether trained parameters may be held in bf16, the rest of their float32 values beside them: in bf16, whole on each
