@@ -1,9 +1,16 @@
-"""A training step on one GPU, random weights of Qwen3 shapes, bf16, packed rows of 8192, 16,384 tokens a step.
+"""A training step of `TransformersModel` on one GPU: random weights of Qwen3 shapes, bf16, packed rows of 8192, 16,384 tokens a step.
 
     PYTHONPATH=. python bench/gpu_step.py                       # the table, each line in a process of its own
     PYTHONPATH=. python bench/gpu_step.py --only 1.7B-full --profile
 
-Tokens are those of documents (no row has padding). Model FLOPs of a step, useful work only, recomputation not counted:
+All that a machine with a GPU has to show, in one call (about 10 minutes; tests first):
+
+    PYTHONPATH=. python -m pytest tests/gpu -m gpu -q; PYTHONPATH=. python bench/gpu_step.py
+
+A step is `forward_backward` and `clip_grad_and_step` as a user calls them, on rows that lie ready. 'idle' is the share of a profiled
+step in which no kernel ran: whatever the GPU waited for, the host and the loader included. '-kernels' lines are a loop of the same
+kernels without the model's interface around it. Tokens are those of documents (no row has padding). Model FLOPs of a step, useful
+work only, recomputation not counted:
 
     6 P_layers T + 6 P_head S + 12 L A sum(l (l + 1) / 2)       full;   4 instead of 6 for LoRA, whose base is frozen
 
@@ -19,6 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -29,6 +37,8 @@ from twinkle_core.kernel.bf16_adamw import Bf16AdamW
 from twinkle_core.kernel.fused_head import supervised_loss
 from twinkle_core.kernel.layers import prepare_layers
 from twinkle_core.kernel.packed_attention import document_boundaries, register
+from twinkle_core.model import TransformersModel
+from twinkle_core.types import IGNORE, PackedRow
 
 ROW, STEP_TOKENS, VOCABULARY = 8192, 16384, 151936
 PEAK = 989e12
@@ -49,48 +59,40 @@ class Setting:
     shape: str
     lora: bool = False
     compiled: bool = True
-    optimizer: str = "bf16"
-    """bf16: parameters and moments; split: float32 values and moments; split-bf16: float32 values, bf16 moments."""
+    moments: str = "float32"
+    """Type of AdamW's moments. Values are float32, held as bf16 and the rest."""
     rows: int = 2
     """Rows of a micro-batch."""
     checkpointing: str = "none"
-    every: int = 1
     kernel: str = "flash2"
+    deterministic: bool = False
+    only_kernels: bool = False
 
 
 SETTINGS = {
-    "0.6B-full": Setting(shape="0.6B", optimizer="split"),
-    "1.7B-eager": Setting(shape="1.7B", compiled=False),
     "1.7B-full": Setting(shape="1.7B"),
-    "1.7B-split": Setting(shape="1.7B", optimizer="split"),
-    "4B-full": Setting(shape="4B", rows=1),
-    "4B-split": Setting(shape="4B", rows=1, optimizer="split-bf16"),
-    "8B-lora": Setting(shape="8B", lora=True, rows=1, optimizer="split"),
-    "0.6B-full-flash4": Setting(shape="0.6B", optimizer="split", kernel="flash4"),
+    "1.7B-full-kernels": Setting(shape="1.7B", only_kernels=True),
+    "1.7B-full-deterministic": Setting(shape="1.7B", deterministic=True),
+    "1.7B-full-2-micro-batches": Setting(shape="1.7B", rows=1),
+    "1.7B-full-checkpointed": Setting(shape="1.7B", checkpointing="full"),
+    "1.7B-full-eager": Setting(shape="1.7B", compiled=False),
+    "4B-full": Setting(shape="4B", rows=1, moments="bf16"),
+    "8B-lora": Setting(shape="8B", lora=True, rows=1),
+    "0.6B-full": Setting(shape="0.6B"),
     "1.7B-full-flash4": Setting(shape="1.7B", kernel="flash4"),
-    "1.7B-split-flash4": Setting(shape="1.7B", optimizer="split", kernel="flash4"),
-    "4B-full-flash4": Setting(shape="4B", rows=1, kernel="flash4"),
-    "4B-split-flash4": Setting(shape="4B", rows=1, optimizer="split-bf16", kernel="flash4"),
-    "8B-lora-flash4": Setting(shape="8B", lora=True, rows=1, optimizer="split", kernel="flash4"),
+    "4B-full-flash4": Setting(shape="4B", rows=1, moments="bf16", kernel="flash4"),
+    "8B-lora-flash4": Setting(shape="8B", lora=True, rows=1, kernel="flash4"),
 }
 
 
-def make_model(shape: str) -> Any:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def config_of(shape: str) -> Any:
+    from transformers import Qwen3Config
 
     hidden, layers, heads, key_heads, wide, tied = SHAPES[shape]
-    config = Qwen3Config(
+    return Qwen3Config(
         hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=key_heads, head_dim=HEAD_SIZE,
         intermediate_size=wide, vocab_size=VOCABULARY, tie_word_embeddings=tied, max_position_embeddings=ROW, use_cache=False,
     )  # fmt: skip
-    config._attn_implementation = register()
-    torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
-        model = Qwen3ForCausalLM(config)
-    torch.set_default_dtype(before)
-    return model.train()
 
 
 def packed_rows(count: int, seed: int = 0) -> list[list[int]]:
@@ -104,79 +106,84 @@ def packed_rows(count: int, seed: int = 0) -> list[list[int]]:
     return rows[:count]
 
 
-def micro_batch(rows: list[list[int]], seed: int) -> dict[str, Any]:
-    """Inputs, positions and labels of rows laid end to end, made before the clock starts."""
-    lengths = [length for row in rows for length in row]
-    rng = np.random.default_rng(seed)
-    ids = torch.from_numpy(rng.integers(0, VOCABULARY, sum(lengths)))
-    ends = np.cumsum(lengths)
-    kept = np.ones(sum(lengths), dtype=bool)
-    kept[ends - 1] = False
-    positions = torch.from_numpy(np.flatnonzero(kept))
-    places = torch.cat([torch.arange(length) for length in lengths])
-    sent = [tensor.pin_memory() for tensor in (ids[None], places[None], positions, ids[positions + 1])]
-    return {"lengths": lengths, "host": sent}
+def row_of(lengths: list[int], seed: int) -> PackedRow:
+    """Random documents; all tokens but the last of each predict the next one."""
+    ids = np.random.default_rng(seed).integers(0, VOCABULARY, sum(lengths)).astype(np.int32)
+    labels = np.roll(ids, -1)
+    labels[np.cumsum(lengths) - 1] = IGNORE
+    return PackedRow(
+        input_ids=ids, labels=labels, seq_lens=np.array(lengths, dtype=np.int32), sample_ids=np.arange(len(lengths), dtype=np.int64)
+    )
 
 
-def loss_of(model: Any, batch: dict[str, Any], factor: float, kernel: Any) -> torch.Tensor:
-    ids, places, positions, labels = (tensor.to("cuda", non_blocking=True) for tensor in batch["host"])
-    inputs = {"input_ids": ids, "position_ids": places, **document_boundaries(batch["lengths"], ids.device, kernel)}
-    return supervised_loss(model, inputs, positions, labels)[0] * factor
-
-
-def model_flops(setting: Setting, batches: list[dict[str, Any]]) -> float:
+def model_flops(setting: Setting, rows: Sequence[PackedRow]) -> float:
     hidden, layers, heads, key_heads, wide, _ = SHAPES[setting.shape]
     per_layer = hidden * HEAD_SIZE * (2 * heads + 2 * key_heads) + 3 * hidden * wide
-    tokens = sum(sum(batch["lengths"]) for batch in batches)
-    supervised = sum(len(batch["host"][2]) for batch in batches)
-    pairs = sum(length * (length + 1) / 2 for batch in batches for length in batch["lengths"])
+    tokens = sum(len(row.input_ids) for row in rows)
+    supervised = sum(row.num_loss_tokens for row in rows)
+    pairs = sum(int(length) * (int(length) + 1) / 2 for row in rows for length in row.seq_lens)
     times = 4 if setting.lora else 6
     return times * (per_layer * layers * tokens + hidden * VOCABULARY * supervised) + 12 * layers * heads * HEAD_SIZE * pairs
 
 
 class Trainer:
+    """A user's loop."""
+
     def __init__(self, setting: Setting) -> None:
-        self.kernel = setting.kernel
-        self.model = make_model(setting.shape)
-        if setting.lora:
-            import peft
+        import peft
 
-            config = peft.LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear")
-            peft.get_peft_model(self.model, config, autocast_adapter_dtype=False)
-        prepare_layers(self.model, compiled=setting.compiled, checkpointing=setting.checkpointing, every=setting.every)
-        self.named = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        self.rows = setting.rows
+        self.model = TransformersModel(
+            config=config_of(setting.shape), mixed_precision="bf16", deterministic=setting.deterministic, attention_kernel=setting.kernel,
+            activation_checkpointing=setting.checkpointing, compile_layers=setting.compiled,
+        )  # fmt: skip
         if setting.lora:
-            for name, parameter in self.named.items():
-                assert "lora_" in name and parameter.dtype == torch.bfloat16
-        moments = "float32" if setting.optimizer == "split" else "bf16"
-        keep = setting.optimizer != "bf16"
-        self.adamw = Bf16AdamW(self.named, lr=1e-5, betas=(0.9, 0.95), moments=moments, keep_float32=keep)
+            lora = peft.LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear")
+            self.model.add_adapter_to_model("default", lora)
+        more = {} if setting.moments == "float32" else {"moments": setting.moments}
+        self.model.set_optimizer("AdamW", lr=1e-5, betas=(0.9, 0.95), **more)
 
-    def step(self, batches: list[dict[str, Any]]) -> torch.Tensor:
-        """One optimizer step without waiting for the GPU; gives the loss, on it."""
-        supervised = sum(len(batch["host"][2]) for batch in batches)
-        total = torch.zeros((), device="cuda")
-        for batch in batches:
-            loss = loss_of(self.model, batch, 1.0 / supervised, self.kernel)
-            loss.backward()
-            total += loss.detach()
-        gradients = [parameter.grad for parameter in self.named.values() if parameter.grad is not None]
-        factor = (1.0 / (torch.nn.utils.get_total_norm(gradients, foreach=True).float() + 1e-6)).clamp(max=1.0)
-        self.adamw.step(grad_factor=factor)
-        for parameter in self.named.values():
-            parameter.grad = None
-        return total
+    def step(self, rows: Sequence[PackedRow]) -> Any:
+        output = self.model.forward_backward(rows, micro_batch_size=self.rows)
+        self.model.clip_grad_and_step(1.0)
+        return output
+
+
+class Kernels:
+    """The same step by the kernels alone: what `Trainer` could reach. Full fine-tuning, one micro-batch."""
+
+    def __init__(self, setting: Setting) -> None:
+        from transformers import Qwen3ForCausalLM
+
+        config = config_of(setting.shape)
+        config._attn_implementation = register()
+        with torch.device("cuda"):
+            self.model = Qwen3ForCausalLM(config).to(torch.bfloat16).train()
+        prepare_layers(self.model, compiled=setting.compiled)
+        self.adamw = Bf16AdamW(dict(self.model.named_parameters()), lr=1e-5, betas=(0.9, 0.95))
+
+    def step(self, rows: Sequence[PackedRow]) -> torch.Tensor:
+        """Gives the mean loss, on the GPU, without waiting for it."""
+        lengths = [int(length) for row in rows for length in row.seq_lens]
+        joined = torch.from_numpy(np.concatenate([np.stack([row.input_ids, row.labels]) for row in rows], axis=1).astype(np.int64))
+        positions = (joined[1] != IGNORE).nonzero()[:, 0]
+        places = torch.cat([torch.arange(length) for length in lengths])
+        host = (joined[:1], joined[1][positions], positions, places[None])
+        ids, labels, positions, places = (tensor.contiguous().pin_memory().to("cuda", non_blocking=True) for tensor in host)
+        inputs = {"input_ids": ids, "position_ids": places, **document_boundaries(lengths, ids.device)}
+        loss = supervised_loss(self.model, inputs, positions, labels) / len(labels)
+        loss.backward()
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
+        self.adamw.step(grad_factor=(1.0 / (torch.linalg.vector_norm(torch.stack(norms)) + 1e-6)).clamp(max=1.0))
+        self.model.zero_grad()
+        return loss.detach()
 
 
 def measure(setting: Setting, steps: int, warm_up: int, profile: bool) -> dict[str, Any]:
-    torch.backends.cuda.matmul.allow_tf32 = True
-    trainer = Trainer(setting)
-    rows = packed_rows((steps + warm_up) * STEP_TOKENS // ROW)
-    per_step = STEP_TOKENS // ROW
-    micro = [rows[i : i + setting.rows] for i in range(0, len(rows), setting.rows)]
-    made = [micro_batch(part, seed) for seed, part in enumerate(micro)]
-    per_step = per_step // setting.rows
-    batches = [made[i : i + per_step] for i in range(0, len(made), per_step)]
+    trainer = Kernels(setting) if setting.only_kernels else Trainer(setting)
+    made = [row_of(lengths, seed) for seed, lengths in enumerate(packed_rows((steps + warm_up) * STEP_TOKENS // ROW))]
+    batches = [made[start : start + STEP_TOKENS // ROW] for start in range(0, len(made), STEP_TOKENS // ROW)]
     began = time.perf_counter()
     for step in batches[:warm_up]:
         trainer.step(step)
@@ -195,23 +202,23 @@ def measure(setting: Setting, steps: int, warm_up: int, profile: bool) -> dict[s
     torch.cuda.synchronize()
     times = [a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)]
     rates = [model_flops(setting, step) / ms * 1e3 for step, ms in zip(batches[warm_up:], times, strict=True)]
-    tokens = [sum(sum(b["lengths"]) for b in step) / ms * 1e3 for step, ms in zip(batches[warm_up:], times, strict=True)]
+    tokens = [sum(len(row.input_ids) for row in step) / ms * 1e3 for step, ms in zip(batches[warm_up:], times, strict=True)]
     found = {
         "tokens_per_second": statistics.median(tokens), "flops": statistics.median(rates), "step_ms": statistics.median(times),
         "slowest_ms": max(times), "host_ms": host * 1e3, "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
         "warm_seconds": warm_seconds, "graphs": graphs,
         "graphs_in_timed_steps": torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs,
-        "first_loss": float(losses[0]), "last_loss": float(losses[-1]),
+        "first_loss": float(getattr(losses[0], "loss", losses[0])), "last_loss": float(getattr(losses[-1], "loss", losses[-1])),
+        "idle": profiled(trainer, batches[-2:], profile),
     }  # fmt: skip
-    if profile:
-        print_profile(trainer, batches[-1])
     return found
 
 
-def print_profile(trainer: Trainer, batches: list[dict[str, Any]]) -> None:
-    """Where the time of one step goes on the GPU: kinds of kernels, then the 28 most costly."""
+def profiled(trainer: Trainer | Kernels, batches: Sequence[Sequence[PackedRow]], show: bool) -> float:
+    """The share of the steps' time in which the GPU did nothing. `show` prints kinds of kernels, then the 28 most costly."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        trainer.step(batches)
+        for rows in batches:
+            trainer.step(rows)
         torch.cuda.synchronize()
     kernels = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     kinds: dict[str, float] = {}
@@ -225,9 +232,16 @@ def print_profile(trainer: Trainer, batches: list[dict[str, Any]]) -> None:
         kinds[kind] = kinds.get(kind, 0.0) + event.device_time / 1e3
         each.setdefault(event.name, []).append(event.device_time / 1e3)
     span = (max(e.time_range.end for e in kernels) - min(e.time_range.start for e in kernels)) / 1e3
-    print(f"span {span:.1f} ms, idle {span - sum(kinds.values()):.1f} ms;", {kind: round(ms, 1) for kind, ms in sorted(kinds.items())})
+    idle = (span - sum(kinds.values())) / span
+    if not show:
+        return idle
+    print(
+        f"{len(batches)} steps: span {span:.1f} ms, idle {span - sum(kinds.values()):.1f} ms;",
+        {kind: round(ms, 1) for kind, ms in sorted(kinds.items())},
+    )
     for name, times in sorted(each.items(), key=lambda pair: -sum(pair[1]))[:28]:
         print(f"{sum(times):8.2f} ms {len(times):5} x {name[:150]}")
+    return idle
 
 
 def matmul_rate() -> float:
@@ -271,10 +285,10 @@ def main() -> None:
         found = json.loads(last)
         print({key: round(value, 3) for key, value in found.items()}, flush=True)
         shares = f"{found['flops'] / PEAK:.1%} | {found['flops'] / rate:.1%}"
-        ends = f"{found['peak_gib']:.1f} | {found['graphs_in_timed_steps']}"
+        ends = f"{found['idle']:.1%} | {found['peak_gib']:.1f} | {found['graphs_in_timed_steps']}"
         lines.append(f"| {name} | {found['tokens_per_second']:,.0f} | {found['step_ms']:.0f} | {shares} | {ends} |")
-    print("| setting | tokens/s | step ms | MFU of 989 | of the measured product | peak GiB | compilations in timed steps |")
-    print("| --- " * 7 + "|", *lines, sep="\n")
+    print("| setting | tokens/s | step ms | MFU of 989 | of the measured product | idle | peak GiB | compilations in timed steps |")
+    print("| --- " * 8 + "|", *lines, sep="\n")
 
 
 if __name__ == "__main__":

@@ -170,7 +170,13 @@ class TrainConfig(Config):
     schedule: Literal["cosine", "linear", "constant"] = recipe("cosine", "Learning rate after warm-up, over optimizer steps.")
     warmup_ratio: float = recipe(0.05, "Share of the optimizer steps spent warming up.", ge=0, lt=1)
     max_grad_norm: float = recipe(1.0, "Gradients are scaled down to this global L2 norm.", gt=0)
-    mixed_precision: Literal["no", "bf16"] = recipe("no", "Compute type; parameters that are trained stay float32.")
+    mixed_precision: Literal["no", "bf16"] = recipe("no", "Compute type; what is trained keeps float32 values.")
+    deterministic: bool = recipe(
+        True, "On a GPU, use kernels that give the same bits each time, so that a resumed run is equal to the bit; false is faster."
+    )
+    activation_checkpointing: Literal["none", "selective", "full"] = resource(
+        "none", "Compute layers' activations again in the backward pass instead of keeping them: all but products and attention, or all."
+    )
     shuffle: bool = recipe(True, "Draw a new order of the rows for each epoch.")
     shuffle_shards: int = recipe(
         256, "Rows are shuffled among this many shards at a time; shards are drawn at random. Bounds what a remote reader caches.", ge=1

@@ -51,6 +51,7 @@ OTHER: dict[str, Any] = {
     "train.lora.target_modules": ("q_proj",),
     "train.schedule": "linear",
     "train.mixed_precision": "bf16",
+    "train.activation_checkpointing": "full",
     "export.form": "adapter",
     "export.dtype": "float32",
     "evaluate.probes": ("Who?",),

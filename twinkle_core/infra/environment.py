@@ -20,6 +20,9 @@ NEEDED = re.compile(
 )
 """What workers may need of the driver's environment. `TWINKLE_WORKER_ENV=A,B` names more."""
 
+CUBLAS_WORKSPACES = (":4096:8", ":16:8")
+"""Settings with which cuBLAS is deterministic: https://docs.nvidia.com/cuda/cublas/#results-reproducibility"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Torchrun:
@@ -58,3 +61,13 @@ def hide(names: Iterable[str]) -> None:
     """Removes variables from this process's environment."""
     for name in names:
         os.environ.pop(name, None)
+
+
+def fix_cublas_workspace() -> None:
+    """Makes cuBLAS deterministic in this process, before its first product. Raises `ConfigError` where the user chose otherwise."""
+    chosen = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACES[0])
+    if chosen not in CUBLAS_WORKSPACES:
+        raise ConfigError(
+            f"CUBLAS_WORKSPACE_CONFIG is {chosen!r}, with which products differ from run to run; "
+            f"set it to {' or '.join(CUBLAS_WORKSPACES)}, or train with deterministic=False"
+        )

@@ -11,8 +11,11 @@ import torch
 from twinkle_core.errors import ConfigError, TrainingError
 from twinkle_core.model.adapter import Adapter
 from twinkle_core.model.grad_scaler import LossScaler
+from twinkle_core.model.half_gradients import HalfGradients
 from twinkle_core.model.optimizer import Optimizer, Schedule
+from twinkle_core.model.parallel.sharded_files import assign_local
 from twinkle_core.model.placement import Gradients, Placement
+from twinkle_core.model.split_adamw import SplitAdamW, is_taken
 from twinkle_core.processor.base import InputProcessor
 from twinkle_core.types import IGNORE
 
@@ -39,7 +42,7 @@ class AdapterState:
         self.set_parameters(parameters)
         self.waiting: Mapping[str, torch.Tensor] | None = None
         """Weights of an adapter whose parameters have no memory before the model is placed."""
-        self.optimizer: Optimizer | None = None
+        self.optimizer: Optimizer | SplitAdamW | None = None
         self.schedule: Schedule | None = None
         self.scaler: LossScaler | None = None
         self.gradients: Gradients | None = None
@@ -66,14 +69,38 @@ class AdapterState:
         self.num_micro_batches = 0
         self.normalised: float | None = None
 
-    def set_optimizer(self, optimizer_cls: Any, arguments: Mapping[str, Any]) -> None:
+    def set_optimizer(self, optimizer_cls: Any, arguments: Mapping[str, Any], *, may_split: bool = False) -> None:
+        """`may_split`: the model may hold these parameters in bf16, where the optimizer is one that keeps their float32 values."""
         if self.adapter is not None and not self.adapter.is_trainable:
             raise ConfigError(f"adapter {self.name!r} was added with is_trainable=False: it has nothing to optimize")
-        self.optimizer = Optimizer(optimizer_cls, self.parameters, arguments)
-        self.gradients = self._placement.gradients(self.parameters)
+        if isinstance(self.optimizer, SplitAdamW):
+            self.optimizer.give_back()
+            self.optimizer = None
+        if may_split and is_taken(optimizer_cls, arguments):
+            self.optimizer = SplitAdamW(self.parameters, arguments)
+            self.gradients = self.optimizer.gradients = HalfGradients(self.parameters, self._placement.data_world_size)
+        else:
+            self.optimizer = Optimizer(optimizer_cls, self.parameters, arguments)
+            self.gradients = self._placement.gradients(self.parameters)
         self.start_window()
 
-    def ready(self) -> tuple[Optimizer, Gradients]:
+    @property
+    def is_split(self) -> bool:
+        """Whether the model holds these parameters in bf16, with the rest of their float32 values beside them."""
+        return isinstance(self.optimizer, SplitAdamW)
+
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """The trained values, float32; those of split parameters are made when asked for."""
+        return self.optimizer.float32_values() if isinstance(self.optimizer, SplitAdamW) else self.parameters
+
+    def assign(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Takes over this rank's part of each value, by the names of `weights`."""
+        if isinstance(self.optimizer, SplitAdamW):
+            self.optimizer.assign(values)
+        else:
+            assign_local(self.parameters, values)
+
+    def ready(self) -> tuple[Optimizer | SplitAdamW, Gradients]:
         if self.optimizer is None or self.gradients is None:
             raise ConfigError("no optimizer is set: call set_optimizer first")
         return self.optimizer, self.gradients

@@ -11,15 +11,16 @@ import torch
 
 from twinkle_core.errors import ConfigError
 from twinkle_core.kernel.cpu_layers import use_cpu_layers
-from twinkle_core.loss.cross_entropy import CrossEntropyLoss
+from twinkle_core.kernel.layers import allow_variants
 from twinkle_core.model.adapter import Adapter, read_adapter
 from twinkle_core.model.adapter_state import AdapterState
 from twinkle_core.model.checkpoint_worker import CheckpointWorker
 from twinkle_core.model.forward import Forward, compute_type
 from twinkle_core.model.grad_scaler import LossScaler
 from twinkle_core.model.heads import check_needs, of_score_head, score_head
+from twinkle_core.model.layer_settings import attention_kernel, make_deterministic, set_up_layers
 from twinkle_core.model.loading import load_model
-from twinkle_core.model.losses import LossFunction, needs_of
+from twinkle_core.model.losses import LossFunction, is_plain, needs_of
 from twinkle_core.model.optimizer import Schedule
 from twinkle_core.model.parallel.late_adapters import check_late, whole_shapes
 from twinkle_core.model.parallel.sharded_loading import weight_files
@@ -46,6 +47,7 @@ class AdaptersWorker(CheckpointWorker):
         """Starts anew: whatever was loaded before is dropped. Gives the data rank and the number of data ranks."""
         self._precision = spec.mixed_precision or ("bf16" if self.device.type == "cuda" else "no")
         compute_type(self._precision, self.device)
+        make_deterministic(spec, self.device)
         spec = replace(spec, device_mesh=spec.device_mesh or self._device_mesh)
         self.placement = open_placement(self.rank, self.world_size, self.device, spec, self._precision)
         self._spec = spec
@@ -56,7 +58,7 @@ class AdaptersWorker(CheckpointWorker):
         self.model, self.folder = load_model(spec, self.device, on_meta=self.placement.needs_meta, check=check)
         if self.placement.needs_meta and self._lacks_head():
             raise ConfigError("memory_efficient_init reads weights from files, and they hold no head for scores: set it to False")
-        self.forwards = Forward(self.model, self.placement, self.device, self._precision)
+        self.forwards = Forward(self.model, self.placement, self.device, self._precision, attention_kernel(spec))
         self.states = {"": self._new_state(None, 1)}
         if self.placement.needs_meta:
             self.place()  # an adapter takes its start from real weights
@@ -103,6 +105,8 @@ class AdaptersWorker(CheckpointWorker):
         self._active = state
         if self._placed and self.device.type == "cpu":
             use_cpu_layers(self.model)
+        if self.device.type == "cuda":
+            allow_variants(len(self.states))
         if first and not self._placed and (half := compute_type(self._precision, self.device)) is not torch.float32:
             adapted = {id(parameter) for parameter in adapter.parameters().values()}
             for parameter in self.model.parameters():
@@ -130,6 +134,7 @@ class AdaptersWorker(CheckpointWorker):
         if state.adapter is not None and self._active is not state:
             state.adapter.activate()
             self._active = state
+        self.forwards.is_half = state.is_split
         return state
 
     def place(self) -> None:
@@ -144,9 +149,26 @@ class AdaptersWorker(CheckpointWorker):
         if self.device.type == "cpu":
             use_cpu_layers(self.model)
         self._placed = True
+        set_up_layers(self.model, self.placement, self._spec, self._precision)
 
     def set_optimizer(self, optimizer_cls: Any, arguments: Mapping[str, Any], adapter_name: str | None) -> None:
-        self._activated(adapter_name).set_optimizer(optimizer_cls, arguments)
+        state = self._activated(adapter_name)
+        state.set_optimizer(optimizer_cls, arguments, may_split=self._may_split())
+        if state.is_split:
+            trained = {id(parameter) for other in self.states.values() for parameter in other.parameters.values()}
+            for parameter in self.model.parameters():
+                if id(parameter) not in trained:
+                    parameter.data = parameter.data.to(torch.bfloat16)
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()  # of the float32 values: other sizes come now
+
+    def _may_split(self) -> bool:
+        """Whether trained parameters may be held in bf16, the rest of their float32 values beside them: in bf16, whole on each
+        worker, and where transformers has no part of the model stay float32. Otherwise they are float32, and autocast computes.
+        """
+        kept = getattr(self.model, "_keep_in_fp32_modules", None) or getattr(self.model, "_keep_in_fp32_modules_strict", None) or ()
+        stays = any(part in name for part in kept for name, _ in self.model.named_parameters())
+        return self._precision == "bf16" and isinstance(self.placement, Replicated) and not stays
 
     def set_lr_scheduler(self, scheduler_cls: Any, arguments: Mapping[str, Any], adapter_name: str | None) -> None:
         state = self.state(adapter_name)
@@ -154,10 +176,9 @@ class AdaptersWorker(CheckpointWorker):
 
     def set_loss(self, loss: LossFunction, adapter_name: str | None) -> None:
         check_needs(self.model, needs_of(loss))
-        is_plain = loss in (CrossEntropyLoss(), CrossEntropyLoss(reduction="sum"))
-        if not is_plain:
+        if not is_plain(loss):
             self._refuse_cut("a loss of its own")
-        self.state(adapter_name).loss = None if is_plain and self.placement.cuts_rows else loss
+        self.state(adapter_name).loss = None if is_plain(loss) and self.placement.cuts_rows else loss
 
     def set_processor(self, processor: Any, adapter_name: str | None) -> None:
         self.state(adapter_name).processor = processor
@@ -170,6 +191,7 @@ class AdaptersWorker(CheckpointWorker):
     def apply_patch(self, patch: Callable[[Any], Any]) -> None:
         before = {name: id(parameter) for name, parameter in self.model.named_parameters()}
         patch(self.model)
+        self.forwards.is_patched = True
         after = {name: id(parameter) for name, parameter in self.model.named_parameters()}
         if before != after:
             changed = sorted({name for name, _ in before.items() ^ after.items()})
@@ -215,6 +237,7 @@ class AdaptersWorker(CheckpointWorker):
             "adapter_config": state.adapter.config_dict() if state.adapter is not None else None,
             "num_trained_parameters": sum(parameter.numel() for parameter in state.parameters.values()),
             "mixed_precision": self._precision,
+            "parameters": "bf16, with the rest of their float32 values beside them" if state.is_split else "float32",
             "gradient_accumulation_steps": state.accumulation,
             "data_ranks": self.placement.data_world_size,
             "loss": type(state.loss).__name__ if state.loss is not None else "CrossEntropyLoss",

@@ -12,6 +12,9 @@ import torch
 from transformers import PreTrainedModel
 
 from twinkle_core.errors import ConfigError
+from twinkle_core.kernel import packed_attention
+from twinkle_core.kernel.fused_head import has_plain_head, supervised_loss
+from twinkle_core.kernel.varlen_attention import Kernel
 from twinkle_core.loss.cross_entropy import token_losses
 from twinkle_core.model.heads import check_needs, check_whole_rows, last_hidden_states, sequence_scores
 from twinkle_core.model.placement import Placement
@@ -21,6 +24,8 @@ from twinkle_core.types import IGNORE
 COMPUTE_TYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SCALED_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 """Settings of models whose logits are more than the head's product."""
+FUSED_HEAD_ON = ("cuda",)
+"""Kinds of device on which the plain loss is made without logits (`kernel/fused_head.py`). Elsewhere, from the logits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,19 +49,32 @@ class Answer:
     def of_documents(self) -> torch.Tensor | None:
         """What was asked for of each document, labels or not."""
         return self.embeddings if self.scores is None else self.scores
+    loss: torch.Tensor | None = None
+    """float32 scalar, with its graph: the weighted sum of the token losses, where it was asked for."""
 
 
 class Forward:
     """Runs a placed model on rows laid end to end. A processor is what collates them (see `InputProcessor.collate`)."""
 
-    def __init__(self, model: PreTrainedModel, placement: Placement, device: torch.device, mixed_precision: str) -> None:
+    def __init__(
+        self, model: PreTrainedModel, placement: Placement, device: torch.device, mixed_precision: str, kernel: Kernel = "flash2"
+    ) -> None:
         self.model = model
         self.device = device
         self._placement = placement
         self._type = COMPUTE_TYPES[mixed_precision]
+        self._kernel = kernel
+        self.is_half = False
+        """All parameters that take part are of the compute type: no operation has to cast."""
+        self.is_patched = False
+        """Somebody changed how the model computes, perhaps what becomes of its logits."""
+
+    def can_fuse(self) -> bool:
+        """Whether `answer` gives 'loss'."""
+        return self.device.type in FUSED_HEAD_ON and not self.is_patched and has_plain_head(self.model)
 
     def answer(self, rows: Sequence[Row], processor: Any, needs: Collection[str] = (), temperature: float = 1.0) -> Answer:
-        """Logits, or in their place `hidden`, `embeddings` or `scores` (names of `needs`).
+        """Logits, or in their place `hidden`, `embeddings`, `scores` or `loss` (names of `needs`).
 
         Nothing is computed where no label would be predicted, unless all ranks have to join: then one position, without a label.
         """
@@ -68,17 +86,21 @@ class Forward:
         labels = batch["labels"][0]
         positions = (labels != IGNORE).nonzero()[:, 0]
         if "embeddings" in needs:
-            return Answer(labels=labels[positions].to(self.device), embeddings=self._embeddings(batch))
+            return Answer(labels=self._sent(labels[positions]), embeddings=self._embeddings(batch))
         if "scores" in needs:
-            return Answer(labels=labels[positions].to(self.device), scores=self._scores(batch))
+            return Answer(labels=self._sent(labels[positions]), scores=self._scores(batch))
         if not len(positions):
             if not self._placement.joins_all:
                 return Answer(labels=labels[positions])
             positions = torch.zeros(1, dtype=torch.int64)
-        positions = positions.to(self.device)
         weights = batch.get("loss_weights")
-        chosen = labels.to(self.device)[positions]
-        weights = None if weights is None else weights[0].to(self.device)[positions]
+        chosen = self._sent(labels[positions])
+        weights = None if weights is None else self._sent(weights[0][positions])
+        positions = self._sent(positions)
+        if "loss" in needs:
+            with self.autocast():
+                loss = supervised_loss(self.model, self._inputs(batch), positions, chosen, weights)
+            return Answer(labels=chosen, weights=weights, loss=loss)
         if "hidden" in needs:
             return Answer(labels=chosen, weights=weights, hidden=self._hidden(batch)[positions])
         with self.autocast():
@@ -96,10 +118,10 @@ class Forward:
         return head.weight
 
     def autocast(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._type is torch.float32 else torch.autocast(self.device.type, dtype=self._type)
+        return nullcontext() if self._type is torch.float32 or self.is_half else torch.autocast(self.device.type, dtype=self._type)
 
     def _embeddings(self, batch: dict[str, Any]) -> torch.Tensor:
-        last = torch.from_numpy(np.cumsum(batch["seq_lens"]) - 1).to(self.device)
+        last = self._sent(torch.from_numpy(np.cumsum(batch["seq_lens"]) - 1))
         return torch.nn.functional.normalize(self._hidden(batch)[last].float(), dim=-1)
 
     def _hidden(self, batch: dict[str, Any]) -> torch.Tensor:
@@ -107,17 +129,24 @@ class Forward:
             return last_hidden_states(self.model, self._inputs(batch))
 
     def _scores(self, batch: dict[str, Any]) -> torch.Tensor:
-        last = torch.from_numpy(np.cumsum(batch["seq_lens"]) - 1).to(self.device)
+        last = self._sent(torch.from_numpy(np.cumsum(batch["seq_lens"]) - 1))
         with self.autocast():
             return sequence_scores(self.model, self._inputs(batch), last)
 
     def _inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
         tensors = {
-            name: value.to(self.device)
+            name: self._sent(value)
             for name, value in batch.items()
             if isinstance(value, torch.Tensor) and name not in ("labels", "loss_weights")
         }
-        return tensors | {"seq_lens": [int(length) for length in batch["seq_lens"]]}
+        lengths = [int(length) for length in batch["seq_lens"]]
+        if self.model.config._attn_implementation == packed_attention.NAME:
+            return tensors | packed_attention.document_boundaries(lengths, self.device, self._kernel)
+        return tensors | {"seq_lens": lengths}
+
+    def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
+        """On the device, without waiting for it."""
+        return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
 
 
 def ratings(answer: Answer, rows: Sequence[Row], returned: Collection[str] = ()) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ import torch
 
 from twinkle_core.errors import ConfigError
 from twinkle_core.loss.base import LossInputs, LossOutput, ModelOutputs
-from twinkle_core.loss.cross_entropy import token_losses
+from twinkle_core.loss.cross_entropy import CrossEntropyLoss, token_losses
 from twinkle_core.loss.log_probs import token_entropies, token_log_probs
 from twinkle_core.model.forward import Answer, Forward
 from twinkle_core.model.micro_batch import SCALARS, MicroBatch
@@ -40,6 +40,16 @@ def needs_of(loss: LossFunction | None) -> frozenset[str]:
     return needs
 
 
+def is_plain(loss: LossFunction | None) -> bool:
+    """Whether the loss is the sum of the (weighted) token losses, over their weight."""
+    return loss is None or (type(loss) is CrossEntropyLoss and loss == CrossEntropyLoss(reduction=loss.reduction))
+
+
+def to_compute(loss: LossFunction | None, forward: Forward, metrics: Sequence[Any]) -> frozenset[str]:
+    """What the model is asked for: the plain loss itself, where it can give that and nobody looks at its parts; else what it is made of."""
+    return frozenset({"loss"}) if is_plain(loss) and not metrics and forward.can_fuse() else needs_of(loss)
+
+
 def loss_of(loss: LossFunction | None, answer: Answer, micro_batch: MicroBatch, forward: Forward, metrics: Sequence[Any] = ()) -> Part:
     """The loss of rows whose answer was computed. Without a loss: the sum of the (weighted) token losses, over their weight.
 
@@ -47,9 +57,11 @@ def loss_of(loss: LossFunction | None, answer: Answer, micro_batch: MicroBatch, 
     """
     rows = micro_batch.rows
     num_loss_tokens = sum(row.num_loss_tokens for row in rows)
+    if answer.loss is not None:
+        return Part(loss=answer.loss, num_loss_tokens=num_loss_tokens, weight=math.fsum(row.loss_weight for row in rows))
     is_empty = answer.logits is None and answer.hidden is None and answer.of_documents is None
-    is_plain = loss is None or micro_batch.is_filler or (num_loss_tokens == 0 and answer.of_documents is None)
-    if is_plain and (not metrics or is_empty or num_loss_tokens == 0):
+    makes_no_parts = loss is None or micro_batch.is_filler or (num_loss_tokens == 0 and answer.of_documents is None)
+    if makes_no_parts and (not metrics or is_empty or num_loss_tokens == 0):
         token_loss = None if is_empty else _plain_loss(answer)
         return Part(loss=token_loss, num_loss_tokens=num_loss_tokens, weight=math.fsum(row.loss_weight for row in rows))
     if len(answer.labels) != num_loss_tokens:

@@ -93,3 +93,9 @@ def check_loss_inputs(loss_inputs: Mapping[str, Any], num_rows: int) -> dict[str
         if name in PER_ROW and len(value) != num_rows:
             raise ConfigError(f"{name} has {len(value)} entries for {num_rows} rows: one for each row is needed")
     return given
+
+
+def in_order(parts: Sequence[tuple[int, list[dict[str, Any]]]]) -> list[dict[str, Any]]:
+    """The rows of all micro-batches by their position; ranks that share data give the same."""
+    by_position = dict(parts)
+    return [row for position in sorted(by_position) for row in by_position[position]]

@@ -60,15 +60,14 @@ class Optimizer:
         build, name = optimizer_class(optimizer_cls)
         given = dict(arguments)
         if name == "AdamW":
-            given = {"weight_decay": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "fused": True} | given
+            given = preset_arguments(given)
         _check_arguments(build, name, given)
         try:
             self.torch = build(_groups_of(self._parameters), **given)
         except (ValueError, TypeError) as error:
             raise ConfigError(f"optimizer {name} refuses {given}: {error}") from error
         self._base_lrs = [float(group["lr"]) for group in self.torch.param_groups]
-        shown = {key: list(value) if isinstance(value, tuple) else value for key, value in given.items() if key != "fused"}
-        self.settings = {"name": name, "groups": [shown]}
+        self.settings = {"name": name, "groups": [shown_arguments(given)]}
         self.is_preset = name == "AdamW" and given["fused"] is True and not given.get("amsgrad")
         if self.is_preset:
             for parameter in self._parameters.values():
@@ -166,6 +165,16 @@ def _groups_of(parameters: Mapping[str, torch.nn.Parameter]) -> list[Any]:
         by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
     groups = list(by_mesh.values())
     return groups[0] if len(groups) == 1 else [{"params": group} for group in groups]
+
+
+def preset_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Of AdamW."""
+    return {"weight_decay": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "fused": True} | dict(arguments)
+
+
+def shown_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """As a checkpoint holds them: how the update is computed is left out."""
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in given.items() if key != "fused"}
 
 
 def optimizer_class(optimizer_cls: Any) -> tuple[Callable[..., torch.optim.Optimizer], str]:

@@ -56,9 +56,9 @@ def read_weights(folder: Path, state: AdapterState, model: PreTrainedModel) -> d
             raise DataError(f"{folder / pickled[0]} is a pickle, which may run code: save the weights as safetensors ({name})")
     found = read_cut_file(folder) if state.adapter is None and (folder / INDEX_FILE).exists() else files.read_tensors(folder / name)
     found = _without_tied(found, state, model)
-    wanted = {key: parameter.dtype for key, parameter in state.parameters.items()}
-    found = {key: tensor.to(wanted[key]) if tensor.is_floating_point() and key in wanted else tensor for key, tensor in found.items()}
-    files.check_tensors(found, state.parameters, folder / name)
+    whole = state.weights()
+    found = {key: tensor.to(torch.float32) if tensor.is_floating_point() and key in whole else tensor for key, tensor in found.items()}
+    files.check_tensors(found, whole, folder / name)
     if state.adapter is not None and not any(bool(tensor.any()) for tensor in found.values()):
         raise DataError(f"all {len(found)} tensors of {folder / name} are zero: it is no adapter")
     return found
@@ -88,7 +88,7 @@ def peer_state(folder: Path, state: AdapterState) -> PeerState | None:
             raise DataError(f"{path} has no {', '.join(sorted(missing))} for parameter {number} ({name}): it is no AdamW's state")
         for key in ("step", "exp_avg", "exp_avg_sq"):
             tensors[f"{name}.{key}"] = torch.as_tensor(entry[key]).to(torch.float32)
-    files.check_tensors(tensors, state.ready()[0].tensors(), path)
+    files.check_tensors(tensors, state.ready()[0].expected(None), path)
     steps = {int(tensors[f"{name}.step"]) for name in names}
     if len(steps) != 1:
         raise DataError(f"{path} has parameters that took different numbers of steps ({sorted(steps)}): it cannot be resumed")

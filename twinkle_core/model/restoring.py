@@ -44,7 +44,7 @@ class Saved:
 
     def apply(self, state: AdapterState) -> None:
         """Changes the model, its optimizer and counters, and the random states of this process."""
-        assign_local(state.parameters, self.weights)
+        state.assign(self.weights)
         if self.training is not None and self.room is not None and self.optimizer is not None:
             assign_local(self.room, self.optimizer)
             state.ready()[0].load(self.room, self.training.get("optimizer_state"))
@@ -58,13 +58,13 @@ def read_saved(folder: Path, state: AdapterState, model: PreTrainedModel, *, onl
     """Raises `DataError`, `ConfigError` and `DamagedError` as `ModelSaving.restore` says. Changes nothing."""
     if state.adapter is not None and (saved := adapter_settings(folder)) is not None:
         files.check_settings(saved, adapter_settings(state.adapter.config_dict()) or {}, folder / files.ADAPTER_CONFIG_FILE)
-    weights = _parts(folder, files.WEIGHTS_FOLDER, state.parameters, fetch)
+    weights = _parts(folder, files.WEIGHTS_FOLDER, state.weights(), fetch)
     if weights is None:
         weights = _cut(read_weights(folder, state, model), state.parameters)
     if only_weights:
         return Saved(weights=weights)
     if not (folder / files.TRAINING_FILE).exists() and (peer := peer_state(folder, state)) is not None:
-        room = state.ready()[0].tensors()
+        room = state.ready()[0].room(None)
         return Saved(weights=weights, training=peer.training, room=room, optimizer=_cut(peer.optimizer, room))
     training = files.read_json(folder / files.TRAINING_FILE)
     files.check_settings(training, state.settings(), folder / files.TRAINING_FILE)

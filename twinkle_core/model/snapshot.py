@@ -32,7 +32,7 @@ def take_snapshot(state: AdapterState, copies: HostCopies, rank: int, world_size
     """
     optimizer, _ = state.ready()
     refuse_empty(state, rank, world_size)
-    sets: dict[str, Mapping[str, torch.Tensor]] = {files.WEIGHTS_FOLDER: state.parameters, files.OPTIMIZER_FOLDER: optimizer.tensors()}
+    sets: dict[str, Mapping[str, torch.Tensor]] = {files.WEIGHTS_FOLDER: state.weights(), files.OPTIMIZER_FOLDER: optimizer.tensors()}
     tensors, texts = _parts_of(sets, copies, rank, world_size) if is_parted(state) else _whole_of(state, sets, copies, rank)
     if rank == 0:
         more, their_texts = progress_files(state)
@@ -54,7 +54,7 @@ def refuse_empty(state: AdapterState, rank: int, world_size: int) -> None:
         return
     if not is_parted(state):
         if rank == 0:
-            refuse_untrained(dict(state.parameters))
+            refuse_untrained(dict(state.weights()))
         return
     local = {name: local_part(parameter) for name, parameter in state.parameters.items()}
     learnt = any(bool(part.any()) for name, part in local.items() if "lora_B" in name)

@@ -10,6 +10,8 @@ from typing import Any
 from twinkle_core.errors import ConfigError
 
 MIXED_PRECISIONS = ("no", "fp16", "bf16", "fp8")
+CHECKPOINTING = ("none", "selective", "full")
+KERNELS = ("flash2", "flash4")
 STRATEGIES = ("accelerate", "native_fsdp")
 DEFAULT_CACHE = Path.home() / ".cache" / "twinkle"
 NOT_TAKEN = {
@@ -46,12 +48,28 @@ class ModelSpec:
     fsdp_config: Mapping[str, Any] = field(default_factory=dict)
     memory_efficient_init: bool = False
     grad_scaler_config: Mapping[str, Any] = field(default_factory=dict)
+    activation_checkpointing: str = "none"
+    """What of each layer the backward pass computes again: nothing; all but products and attention ('selective'); all ('full')."""
+    compile_layers: bool | None = None
+    """None: on a GPU, where the model's layers can be compiled."""
+    attention_kernel: str = "flash2"
+    """On a GPU: torch's own, or 'flash4', of the package flash-attn-4."""
+    deterministic: bool = True
+    """On a GPU: the same bits from the same input. On a CPU that is so anyway."""
 
     def __post_init__(self) -> None:
         if self.mixed_precision is not None and self.mixed_precision not in MIXED_PRECISIONS:
             raise ConfigError(f"mixed_precision is {self.mixed_precision!r}; known: {', '.join(MIXED_PRECISIONS)}")
         if self.strategy not in STRATEGIES:
             raise ConfigError(f"strategy is {self.strategy!r}; known: {', '.join(STRATEGIES)} (both mean the same: the mesh decides)")
+        for name, known in (("activation_checkpointing", CHECKPOINTING), ("attention_kernel", KERNELS)):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; known: {', '.join(known)}")
+        other = self.fsdp_config.get("activation_checkpointing", "no")
+        if self.activation_checkpointing != "none" and other != "no":
+            raise ConfigError(
+                f"activation_checkpointing is {self.activation_checkpointing!r}, and {other!r} in fsdp_config: give one of them"
+            )
         if self.model_id is None and self.config is None:
             raise ConfigError("neither model_id nor config is given: name a model, or give a transformers configuration for random weights")
         for name, reason in NOT_TAKEN.items():

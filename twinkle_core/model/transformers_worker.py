@@ -14,7 +14,7 @@ from twinkle_core.errors import ConfigError, TrainingError
 from twinkle_core.model.adapter_state import AdapterState
 from twinkle_core.model.adapters_worker import AdaptersWorker
 from twinkle_core.model.forward import Answer, ratings
-from twinkle_core.model.losses import Part, loss_of, needs_of
+from twinkle_core.model.losses import Part, loss_of, needs_of, to_compute
 from twinkle_core.model.micro_batch import MicroBatch
 from twinkle_core.model.seeding import derive_seed
 
@@ -43,7 +43,7 @@ class TransformersWorker(AdaptersWorker):
         parts = []
         for index, micro_batch in self._numbered(state, micro_batches, num_micro_batches):
             with self._at(state, seed, index):
-                answer = self.forwards.answer(micro_batch.rows, state.processor, needs_of(state.loss))
+                answer = self.forwards.answer(micro_batch.rows, state.processor, to_compute(state.loss, self.forwards, state.metrics[True]))
                 part = loss_of(state.loss, answer, micro_batch, self.forwards, self._metrics(state))
                 if part.loss is not None:
                     self._backward(state, part.loss)
@@ -198,6 +198,7 @@ class TransformersWorker(AdaptersWorker):
         state = (
             self._activated(adapter_name) if adapter_name or len(self.states) == 1 or not disable_lora else next(iter(self.states.values()))
         )
+        self.forwards.is_half = state.is_split
         base = state.adapter.disabled if disable_lora and state.adapter is not None else nullcontext()
         needs = tuple(name for name in returned if name in ("embeddings", "scores"))
         was_training = self.model.training

@@ -148,10 +148,12 @@ def build_model(job: SFTJob, group: WorkerGroup, *, num_training_steps: int) -> 
         str(job.model_folder),
         group=group,
         mixed_precision=train.mixed_precision,
-        seed=train.seed,
         device_mesh=mesh_of(job.resources),
         fsdp_config={"cpu_offload": True} if job.resources.cpu_offload else None,
         memory_efficient_init=job.resources.memory_efficient_init,
+        activation_checkpointing=train.activation_checkpointing,
+        deterministic=train.deterministic,
+        seed=train.seed,
     )
     if train.lora is not None:
         model.add_adapter_to_model(ADAPTER, train.lora)
