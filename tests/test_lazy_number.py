@@ -20,8 +20,10 @@ def unread(value: float) -> LazyNumber:
 
 LOOKS: list[Callable[[Any], Any]] = [
     float, int, bool, str, repr, hash, abs, round, math.floor, math.isnan, np.isfinite, np.asarray,
-    "{:.3f}".format, "{}".format, lambda n: "%.2f" % n, lambda n: round(n, 1), lambda n: -n, lambda n: +n, lambda n: pickle.loads(pickle.dumps(n)), copy.copy,
-    lambda n: n < 3, lambda n: 3 > n, lambda n: n >= 2.5, lambda n: n == 2.5, lambda n: 2.5 != n, lambda n: n in [2.5], lambda n: {n: 1}[2.5],
+    "{:.3f}".format, "{}".format, lambda n: format(n, ".2f"), lambda n: round(n, 1), lambda n: -n, lambda n: +n,
+    lambda n: pickle.loads(pickle.dumps(n)), copy.copy,  # noqa: S301 (its own bytes)
+    lambda n: n < 3, lambda n: n > 3, lambda n: n >= 2.5, lambda n: n <= 2, lambda n: n == 2.5, lambda n: n != 2.5,
+    lambda n: n in [2.5], lambda n: {n: 1}[2.5], lambda n: 2 < n, lambda n: 2.5 == n,  # noqa: SIM300 (from the other side)
     lambda n: n + 1, lambda n: 1 + n, lambda n: n - 1, lambda n: 1 - n, lambda n: n * 2, lambda n: 2 * n, lambda n: n / 4, lambda n: 4 / n,
     lambda n: n // 2, lambda n: 7 // n, lambda n: n % 2, lambda n: 7 % n, lambda n: n**2, lambda n: 2**n, lambda n: divmod(n, 2),
     lambda n: sum([n, n]), lambda n: float(max(n, 1.0)), lambda n: min(n, 9.0) + 0.0, lambda n: float(np.float64(2) * n),

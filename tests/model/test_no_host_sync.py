@@ -15,6 +15,7 @@ from tests.model.tiny_models import batch, save_model
 from twinkle_core.config import LoraConfig
 from twinkle_core.model import TransformersModel
 from twinkle_core.model.gradients import GradientBucket
+from twinkle_core.model.micro_batch import by_data_rank, cut_rows
 
 READS = ("item", "tolist", "numpy", "cpu", "__float__", "__int__", "__bool__", "__index__")
 """Ways to get at a tensor's values, each of which waits for a device. On a CPU not all of them are seen by a dispatch mode."""
@@ -142,3 +143,12 @@ def test_a_rank_that_is_never_asked_keeps_a_bounded_number(folder: Path, monkeyp
         ledger.note_norm(ticket, ticket, torch.tensor(float(ticket)), may_overflow=False)
         assert len(ledger._unread) < 5 and len(ledger._values) <= 5
     assert ledger.take(range(40)).values == {ticket: float(ticket) for ticket in range(35, 40)}
+
+
+def test_a_worker_is_sent_the_micro_batches_of_its_data_rank_and_no_others() -> None:
+    micro_batches = cut_rows(batch(5), 1, {"advantages": [0.0, 1.0, 2.0, 3.0, 4.0]})
+    send = by_data_rank([(0, 2), (0, 2), (1, 2), (1, 2)])  # two data ranks of two workers each
+    sent = [send(4, worker, (micro_batches, 5, "seed"), {})[0] for worker in range(4)]
+    assert [[part.position for part in mine] for mine, _, _ in sent] == [[0, 2, 4], [0, 2, 4], [1, 3], [1, 3]]
+    assert {tuple(rest) for _, *rest in sent} == {(5, "seed")}
+    assert [part.loss_inputs["advantages"] for part in sent[2][0]] == [[1.0], [3.0]]

@@ -106,8 +106,11 @@ def test_steps_between_readings_make_two_calls_each_and_the_history_is_the_same(
     assert group.calls.count("forward_backward") == group.calls.count("clip_grad_and_step") == NUM_STEPS
     saving = {"close_window", "begin_save", "end_save"}
     assert set(group.calls) - saving == {"take_readings", "forward_backward", "clip_grad_and_step"}
-    assert group.calls[:4] == ["forward_backward", "clip_grad_and_step"] + (["take_readings"] if not seconds else []) + (
-        ["forward_backward", "clip_grad_and_step"][: 2 if seconds else 1]
+    assert (
+        group.calls[:4]
+        == ["forward_backward", "clip_grad_and_step"]
+        + (["take_readings"] if not seconds else [])
+        + (["forward_backward", "clip_grad_and_step"][: 2 if seconds else 1])
     )
     assert history == logged and [row["step"] for row in history] == shown.steps == list(range(1, NUM_STEPS + 1))
     assert [row["lr"] for row in history] == pytest.approx([1e-2 * part for part in (0.5, 1, 1, 0.8, 0.6, 0.4, 0.2)])

@@ -35,7 +35,7 @@ class GradientBucket:
 
     def normalise_and_clip(self, loss_weight: float, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Divides by the weight of the batch and scales down to `max_norm`. Gives the norm in between, a float64 scalar on the device."""
-        norm = torch.linalg.vector_norm(self.flat, norm_type).double() / loss_weight
+        norm: torch.Tensor = torch.linalg.vector_norm(self.flat, norm_type).double() / loss_weight
         self.flat.mul_(clip_factor(norm, max_norm) / loss_weight)
         return norm
 

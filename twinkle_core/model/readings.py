@@ -78,7 +78,7 @@ class ModelReadings:
             self._unread[name] = Unread(partial(self._group.call_one, "take_readings", name))
         return self._unread[name]
 
-    def _trained(self, loss_sum: float | LazyNumber, counts: tuple[int, float, float], adapter_name: str | None) -> StepOutput:
+    def _trained(self, loss_sum: float | LazyNumber, counts: tuple[int, float, float | None], adapter_name: str | None) -> StepOutput:
         output = StepOutput(loss_sum=loss_sum, num_loss_tokens=counts[0], loss_weight=counts[1], lr=counts[2])
         self._metrics_of(adapter_name).trained(output)
         return output

@@ -46,7 +46,7 @@ class ShardedGradients:
     def normalise_and_clip(self, loss_weight: float, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Divides by the weight of the batch and scales down to `max_norm`. Gives the norm in between, the same on every rank: a
         float64 scalar on the device."""
-        norm = self._norm(norm_type) / loss_weight
+        norm: torch.Tensor = self._norm(norm_type) / loss_weight
         scale = clip_factor(norm, max_norm) / loss_weight
         for tensor in (self._flat, *(part for part in map(_gradient, self._parted) if part is not None)):
             tensor.mul_(scale)
@@ -66,8 +66,8 @@ class ShardedGradients:
         def power(tensor: torch.Tensor | None) -> torch.Tensor:
             if tensor is None or tensor.numel() == 0:
                 return torch.zeros((), dtype=torch.float64, device=self._device)
-            norm = torch.linalg.vector_norm(tensor, norm_type, dtype=torch.float64)
-            return norm if is_largest else norm**norm_type
+            norm: torch.Tensor = torch.linalg.vector_norm(tensor, norm_type, dtype=torch.float64)
+            return norm if is_largest else norm.pow(norm_type)
 
         def joined(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
             return torch.maximum(one, other) if is_largest else one + other
@@ -83,7 +83,7 @@ class ShardedGradients:
                 if is_cut:
                     dist.all_reduce(value, reduction, group=mesh.get_group(axis))
             total = joined(total, value)
-        return total if is_largest else total ** (1 / norm_type)
+        return total if is_largest else total.pow(1 / norm_type)
 
 
 def _gradient(parameter: DTensor) -> torch.Tensor | None:
