@@ -6,8 +6,6 @@ import numbers
 from collections.abc import Callable
 from typing import Any
 
-from twinkle_core.errors import TrainingError
-
 
 def _of_float(name: str) -> Any:
     """The method of that name, asked of the value."""
@@ -44,7 +42,7 @@ class LazyNumber(numbers.Real):
         if self._value is None and self._fetch is not None:
             self._fetch()
         if self._value is None:
-            raise TrainingError("this number is lost: the model that computed it was loaded or restored anew before it was read")
+            raise RuntimeError("a number that was fetched was not given: its fetch has to call give, or to raise")
         return self._value
 
     __add__, __radd__, __sub__, __rsub__ = _of_float("__add__"), _of_float("__radd__"), _of_float("__sub__"), _of_float("__rsub__")

@@ -46,8 +46,13 @@ class Unread:
         return ticket
 
     def promise(self, ticket: int) -> LazyNumber:
-        self._numbers[ticket] = LazyNumber(partial(self._read_for, ticket))
-        return self._numbers[ticket]
+        self._numbers[ticket] = number = LazyNumber(lambda: self._look(ticket, number))
+        return number
+
+    def _look(self, ticket: int, number: LazyNumber) -> None:
+        self._read_for(ticket)
+        if not number.is_read:
+            raise TrainingError("this number is lost: its worker hosts another model by now, or dropped it unread")
 
     def _read_for(self, ticket: int) -> None:
         """Gives all numbers their values, but none from the first on that is not finite; `TrainingError` where `ticket` is among those."""
