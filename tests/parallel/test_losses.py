@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.parallel.models import VOCABULARY, row, save_model
+from tests.model.tiny_models import VOCABULARY, packed_row, save_model
 from tests.parallel.ranks import run_ranks
 from twinkle_core.device_mesh import DeviceMesh
 from twinkle_core.errors import ConfigError
@@ -35,7 +35,7 @@ def rows_for(loss: str) -> list[PackedRow]:
     """Three rows for two ranks: in the second round one rank has nothing to do but to join."""
     kinds = KINDS.get(loss, (DocumentKind.PLAIN, DocumentKind.PLAIN))
     lengths = ((5, 3, 4), (3, 6, 2), (4, 4, 5))
-    made = [row(*given[: len(kinds)], seed=index) for index, given in enumerate(lengths)]
+    made = [packed_row(*given[: len(kinds)], seed=index) for index, given in enumerate(lengths)]
     return [replace(one, kinds=np.array([int(kind) for kind in kinds], dtype=np.int8)) for one in made]
 
 

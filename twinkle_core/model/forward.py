@@ -49,6 +49,7 @@ class Answer:
     def of_documents(self) -> torch.Tensor | None:
         """What was asked for of each document, labels or not."""
         return self.embeddings if self.scores is None else self.scores
+
     loss: torch.Tensor | None = None
     """float32 scalar, with its graph: the weighted sum of the token losses, where it was asked for."""
 

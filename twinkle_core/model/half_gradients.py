@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.distributed as dist
 
+from twinkle_core.model.gradients import clip_factor, sum_over_ranks
+
 
 class HalfGradients:
     """What a worker does with the gradients of bf16 parameters between backward passes and the optimizer's step.
@@ -34,22 +36,24 @@ class HalfGradients:
         self.zero()
 
     def reduce(self) -> float:
-        """Sums gradients over workers, in float32. Gives the loss weight of the global batch."""
+        """Sums gradients over workers, in float32. Gives the loss weight of the global batch. Does not wait for the device."""
         if self._world_size == 1:
             return self.loss_weight
         flat = torch.cat([self.gradient(name).flatten().float() for name in self._parameters])
-        weight = torch.tensor(self.loss_weight, dtype=torch.float64, device=flat.device)
-        dist.all_reduce(weight)
+        weight = sum_over_ranks(self.loss_weight, flat.device)
         dist.all_reduce(flat)
         parts = flat.split([parameter.numel() for parameter in self._parameters.values()])
         self.sums = {name: part.view(self._parameters[name].shape) for name, part in zip(self._parameters, parts, strict=True)}
-        return float(weight)
+        return weight
 
-    def normalise_and_clip(self, loss_weight: float, max_norm: float, norm_type: float = 2.0) -> float:
-        """Leaves in `factor` what divides by the weight of the batch and scales down to `max_norm`. Gives the norm in between."""
-        norm = self._norm(norm_type) / loss_weight
-        self.factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) / loss_weight
-        return float(norm)
+    def normalise_and_clip(self, loss_weight: float, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Leaves in `factor` what divides by the weight of the batch and scales down to `max_norm`.
+
+        Gives the norm in between, a float64 scalar on the device.
+        """
+        norm = self._norm(norm_type).double() / loss_weight
+        self.factor = (clip_factor(norm, max_norm) / loss_weight).float()
+        return norm
 
     def gradient(self, name: str) -> torch.Tensor:
         """The sum of one parameter, bf16 or float32, zeros included."""
