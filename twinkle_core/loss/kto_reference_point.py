@@ -45,7 +45,8 @@ def mismatched(rows: Sequence[PackedRow]) -> list[PackedRow]:
 def reference_point(policy: Sequence[np.ndarray], reference: Sequence[np.ndarray]) -> float:
     """max(0, mean over documents of the summed difference), nats; `kl` of `KTOLoss`. Each [S] log-probabilities of one document's labels.
 
-    https://arxiv.org/abs/2402.01306, section 4.1. Over several ranks or batches: it is that of the documents given. Raises `DataError` where the two do not fit or are not finite.
+    https://arxiv.org/abs/2402.01306, section 4.1. Over several ranks or batches: it is that of the documents given.
+    Raises `DataError` where the two do not fit or are not finite.
     """
     if not policy or [len(part) for part in policy] != [len(part) for part in reference]:
         raise DataError(f"log-probabilities of {len(policy)} and {len(reference)} documents, of the same labels each, are needed")
