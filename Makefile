@@ -9,7 +9,8 @@ export TWINKLE_HOME ?= $(CURDIR)/.twinkle
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-TYPED := $(wildcard storage twinkle_core/types.py twinkle_core/config.py twinkle_core/errors.py twinkle_core/protocol flows/params.py)
+TYPED := $(wildcard storage twinkle_core/*.py twinkle_core/protocol flows/params.py $(addprefix twinkle_core/, \
+  dataloader dataset device_mesh hub infra loss metric packing patch preprocessor processor scheduler sharding template))
 BENCHES := $(wildcard bench/*.py)
 
 .DEFAULT_GOAL := help

@@ -18,7 +18,8 @@ from twinkle_core.types import IGNORE, DocumentKind, PackedRow
 def mismatched(rows: Sequence[PackedRow]) -> list[PackedRow]:
     """For each judged document, in order, a row of its prompt and the answer of the document before it (of the first: the last).
 
-    The prompt is what comes before the first supervised token; the answer, the rest, keeps its labels.
+    https://arxiv.org/abs/2402.01306, section 4.1. The prompt is what comes before the first supervised token; the answer, the rest,
+    keeps its labels.
     Example: documents `a b | c d` and `e | f` ('|' before the answer) give `a b | f` and `e | c d`.
     Raises `DataError` unless there are two documents with an answer.
     """
@@ -44,7 +45,8 @@ def mismatched(rows: Sequence[PackedRow]) -> list[PackedRow]:
 def reference_point(policy: Sequence[np.ndarray], reference: Sequence[np.ndarray]) -> float:
     """max(0, mean over documents of the summed difference), nats; `kl` of `KTOLoss`. Each [S] log-probabilities of one document's labels.
 
-    Over several ranks or batches: it is that of the documents given. Raises `DataError` where the two do not fit or are not finite.
+    https://arxiv.org/abs/2402.01306, section 4.1. Over several ranks or batches: it is that of the documents given.
+    Raises `DataError` where the two do not fit or are not finite.
     """
     if not policy or [len(part) for part in policy] != [len(part) for part in reference]:
         raise DataError(f"log-probabilities of {len(policy)} and {len(reference)} documents, of the same labels each, are needed")

@@ -182,6 +182,10 @@ def compute_type(mixed_precision: str, device: torch.device) -> torch.dtype:
     """Raises `ConfigError` where the card cannot compute in it."""
     if mixed_precision == "fp8":
         able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-        what = "this card could, but training in it is not there yet" if able else f"{device.type} has no float8 arithmetic here"
+        what = (
+            "this card could, but torch trains in float8 through torchao alone, which is not used here"
+            if able
+            else f"{device.type} has no float8 arithmetic here"
+        )
         raise ConfigError(f"mixed_precision is 'fp8': {what}; use bf16")
     return COMPUTE_TYPES[mixed_precision]
