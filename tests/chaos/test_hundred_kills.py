@@ -227,6 +227,26 @@ def test_killed_trainings_end_as_if_nothing_had_happened(
     assert not +left, f"after {most} trainings these kills have still not happened: {dict(+left)}"
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("since", "event", "is_reused"), [("recorded", 1, True), ("committed", 2, False)])
+def test_a_kill_once_it_was_right_computes_nothing_again(
+    make: Callable[[str, Path], Scene], undisturbed: Callable[[str], Whole], tmp_path: Path, since: str, event: int, is_reused: bool
+) -> None:
+    """The laws on kills that a seed seldom draws: when the record is there, and just after a checkpoint was committed."""
+    whole = undisturbed("lora-local")
+    scene, script = make("lora-local", tmp_path / "home"), Script(tmp_path / "script")
+    script.write((PlannedKill(victim="driver", event=event, mode="before", since=since),))
+    assert run_to_the_end(scene, script) == 2
+    journal = script.journal()
+    killed = next(number for number, line in enumerate(journal) if line["kind"] == "kill")
+    assert any(line["kind"] == since for line in journal[:killed])
+    assert [line["reused"] for line in journal if line["kind"] == "end"] == [is_reused]
+    assert any(line["kind"] == "saw" for line in journal[killed:]) != is_reused
+    assert result_of(scene) == whole.result
+    check_all(scene, script, whole.seen, num_rows=NUM_ROWS, on_ray=False)
+
+
 def discard(scene: Scene, folder: Path) -> None:
     """Frees disk and memory for the next training."""
     if "TWINKLE_STORE" in scene.environment:
