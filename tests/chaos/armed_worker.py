@@ -19,7 +19,6 @@ from twinkle_core.model import checkpoint_files
 from twinkle_core.model.spec import ModelSpec
 from twinkle_core.model.transformers_worker import TransformersWorker
 
-ARMED_WORKER = "tests.chaos.armed_worker:ArmedWorker"
 ROW_TOKENS = 48
 """Length of every row of the scenes."""
 WORKER_EVENTS = ("add_adapter_to_model", "restore_from", "forward_backward", "clip_grad_and_step", "begin_save", "end_save")

@@ -88,7 +88,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     terminalreporter.section("kills that happened (of them resumed from a checkpoint)")
     victims = sorted({victim for _, victim, _ in counts if victim})
     names = sorted({name for name, _, _ in counts})
-    terminalreporter.write_line(f"{'scene':12}" + "".join(f"{victim:>12}" for victim in (*victims, "all", "files left")))
+    terminalreporter.write_line(f"{'scene':12}" + "".join(f"{victim:>13}" for victim in (*victims, "all", "files left", "folders left")))
     for name in (*names, "all"):
         chosen = names if name == "all" else [name]
 
@@ -96,7 +96,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
             return sum(n for (scene, who, which), n in counts.items() if scene in chosen and who == (victim or who) and which == what)
 
         cells = [f"{total(victim, 'kills')} ({total(victim, 'resumed')})" for victim in (*victims, None)]
-        terminalreporter.write_line(f"{name:12}" + "".join(f"{cell:>12}" for cell in (*cells, str(total(None, "files left")))))
+        terminalreporter.write_line(
+            f"{name:12}" + "".join(f"{cell:>13}" for cell in (*cells, *(str(total(None, what)) for what in ("files left", "folders left"))))
+        )
 
 
 def write_random_shards(folder: Path) -> None:

@@ -118,8 +118,8 @@ def _read(path: Path) -> bytes:
         return b""
 
 
-def check_all(scene: Scene, script: Script, whole: Seen, *, num_rows: int, on_ray: bool) -> int:
-    """All laws; the number of files that killed attempts left for the garbage collector."""
+def check_all(scene: Scene, script: Script, whole: Seen, *, num_rows: int, on_ray: bool) -> dict[str, int]:
+    """All laws. What killed attempts left: files in the store for the garbage collector, and folders of temporary files."""
     journal = script.journal()
     check_rows(journal, whole, epochs=scene.settings.train.epochs, num_rows=num_rows)
     check_nothing_again(journal)
@@ -127,4 +127,5 @@ def check_all(scene: Scene, script: Script, whole: Seen, *, num_rows: int, on_ra
     check_processes(script)
     if on_ray:
         check_ray()
-    return check_store(scene.context().store)
+    temporary = [*(script.folder / "tmp").iterdir(), *(scene.home / "cache" / "scratch").iterdir()]
+    return {"files left": check_store(scene.context().store), "folders left": len(temporary)}

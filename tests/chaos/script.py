@@ -37,6 +37,8 @@ class PlannedKill:
     event: int
     mode: str
     """'before' it, 'after' it, or when 'half' of the bytes are written, where the event writes a file."""
+    since: str = ""
+    """Counts only from the first line of this kind in the journal on, e.g. 'recorded'."""
 
 
 class Script:
@@ -115,10 +117,13 @@ class Trigger:
                 if not self._outlives_kills:
                     return None
                 self._next, self._counts = done, dict.fromkeys(VICTIMS, 0)
+            if done == len(self._plan) or self._plan[done].victim != victim or self._comes_later(self._plan[done].since):
+                return None
             self._counts[victim] += 1
-            if done < len(self._plan) and self._plan[done].victim == victim and self._plan[done].event == self._counts[victim]:
-                return self._plan[done].mode
-            return None
+            return self._plan[done].mode if self._plan[done].event == self._counts[victim] else None
+
+    def _comes_later(self, since: str) -> bool:
+        return since != "" and all(line["kind"] != since for line in self.script.journal())
 
     def _kill(self, victim: str, name: str, mode: str) -> NoReturn:
         number = self._next

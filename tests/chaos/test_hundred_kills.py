@@ -165,8 +165,8 @@ def undisturbed(make: Callable[[str, Path], Scene], tmp_path_factory: pytest.Tem
             journal = script.journal()
             events = Counter(line["victim"] for line in journal if line["kind"] == "event")
             known[name] = Whole(result=result_of(scene), seen=seen(journal), num_events=events)
-            num_left = check_all(scene, script, known[name].seen, num_rows=NUM_ROWS, on_ray=SETTINGS[name].on_ray)
-            assert num_left == 0, "who is not killed leaves nothing"
+            left = check_all(scene, script, known[name].seen, num_rows=NUM_ROWS, on_ray=SETTINGS[name].on_ray)
+            assert set(left.values()) == {0}, "who is not killed leaves nothing"
         return known[name]
 
     return whole
@@ -215,16 +215,36 @@ def test_killed_trainings_end_as_if_nothing_had_happened(
         run_to_the_end(scene, script)
         told = f"training {training} of block {number}, {script.plan()}"
         assert result_of(scene) == whole.result, told
-        num_left = check_all(scene, script, whole.seen, num_rows=NUM_ROWS, on_ray=setting.on_ray)
+        litter = check_all(scene, script, whole.seen, num_rows=NUM_ROWS, on_ray=setting.on_ray)
         kills = [line for line in script.journal() if line["kind"] == "kill"]
         assert len(kills) == script.num_done()
         for line, went_on in zip(kills, resumed(script.journal()), strict=True):
             left[line["victim"]] -= 1
             kills_seen[name, line["victim"], "kills"] += 1
             kills_seen[name, line["victim"], "resumed"] += went_on
-        kills_seen[name, "", "files left"] += num_left
+        kills_seen.update({(name, "", what): number_left for what, number_left in litter.items()})
         discard(scene, folder)
     assert not +left, f"after {most} trainings these kills have still not happened: {dict(+left)}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("since", "event", "is_reused"), [("recorded", 1, True), ("committed", 2, False)])
+def test_a_kill_once_it_was_right_computes_nothing_again(
+    make: Callable[[str, Path], Scene], undisturbed: Callable[[str], Whole], tmp_path: Path, since: str, event: int, is_reused: bool
+) -> None:
+    """The laws on kills that a seed seldom draws: when the record is there, and just after a checkpoint was committed."""
+    whole = undisturbed("lora-local")
+    scene, script = make("lora-local", tmp_path / "home"), Script(tmp_path / "script")
+    script.write((PlannedKill(victim="driver", event=event, mode="before", since=since),))
+    assert run_to_the_end(scene, script) == 2
+    journal = script.journal()
+    killed = next(number for number, line in enumerate(journal) if line["kind"] == "kill")
+    assert any(line["kind"] == since for line in journal[:killed])
+    assert [line["reused"] for line in journal if line["kind"] == "end"] == [is_reused]
+    assert any(line["kind"] == "saw" for line in journal[killed:]) != is_reused
+    assert result_of(scene) == whole.result
+    check_all(scene, script, whole.seen, num_rows=NUM_ROWS, on_ray=False)
 
 
 def discard(scene: Scene, folder: Path) -> None:

@@ -12,11 +12,12 @@ from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
 
-from tests.chaos.armed_worker import ARMED_WORKER
 from tests.chaos.harness import Scene
 from tests.chaos.script import Script, Trigger
 from twinkle_core.types import NoProgress
 
+ARMED_WORKER = "tests.chaos.armed_worker:ArmedWorker"
+PRELOADED = ["torch", "transformers", "peft", "mlflow", "ray", "prefect", "tests.chaos.armed_worker", "tests.chaos.trainings"]
 VICTIM_SECONDS = 900.0
 MODEL_EVENTS = ("forward_backward", "clip_grad_and_step", "begin_save", "end_save", "restore_from")
 STORE_EVENTS = ("put", "put_if_absent", "compare_and_swap", "delete")
@@ -40,7 +41,7 @@ def run_once(scene: Scene, script: Script) -> int:
     """The driver's exit code: 0, or minus the signal that killed it."""
     (script.folder / "tmp").mkdir(exist_ok=True)
     spawner = multiprocessing.get_context("forkserver")
-    spawner.set_forkserver_preload(["torch", "transformers", "peft", "mlflow", "ray", "prefect", "tests.chaos.trainings"])
+    spawner.set_forkserver_preload(PRELOADED)
     process = spawner.Process(target=_drive, args=(scene, script))
     process.start()
     process.join(VICTIM_SECONDS)
