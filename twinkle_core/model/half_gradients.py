@@ -37,12 +37,20 @@ class HalfGradients:
         """Sums gradients over workers, in float32. Gives the loss weight of the global batch."""
         if self._world_size == 1:
             return self.loss_weight
-        flat = torch.cat([self.gradient(name).flatten().float() for name in self._parameters])
-        weight = torch.tensor(self.loss_weight, dtype=torch.float64, device=flat.device)
+        device = next(iter(self._parameters.values())).device
+        flat = torch.zeros(sum(parameter.numel() for parameter in self._parameters.values()), device=device)
+        parts = {
+            name: part.view(parameter.shape)
+            for (name, parameter), part in zip(
+                self._parameters.items(), flat.split([parameter.numel() for parameter in self._parameters.values()]), strict=True
+            )
+        }
+        for name in list(self.sums):
+            parts[name].copy_(self.sums.pop(name))
+        weight = torch.tensor(self.loss_weight, dtype=torch.float64, device=device)
         dist.all_reduce(weight)
         dist.all_reduce(flat)
-        parts = flat.split([parameter.numel() for parameter in self._parameters.values()])
-        self.sums = {name: part.view(self._parameters[name].shape) for name, part in zip(self._parameters, parts, strict=True)}
+        self.sums = parts
         return float(weight)
 
     def normalise_and_clip(self, loss_weight: float, max_norm: float, norm_type: float = 2.0) -> float:
