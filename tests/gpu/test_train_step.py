@@ -99,7 +99,7 @@ def gradients(model: PreTrainedModel, lengths: Sequence[int], kernel: Any = "fla
     ids = tokens(sum(lengths), seed=sum(lengths))
     positions = torch.arange(sum(lengths) - 1, device="cuda")
     model.zero_grad()
-    loss, _ = supervised_loss(model, {"input_ids": ids, **inputs(lengths, kernel)}, positions, ids[0, 1:])
+    loss = supervised_loss(model, {"input_ids": ids, **inputs(lengths, kernel)}, positions, ids[0, 1:])
     loss.backward()
     return loss.item(), torch.cat([parameter.grad.float().flatten() for parameter in model.parameters()])
 

@@ -36,20 +36,27 @@ class HalfGradients:
         self.zero()
 
     def reduce(self) -> float:
-        """Sums gradients over workers, in float32. Gives the loss weight of the global batch. Does not wait for the device."""
+        """Sums gradients over workers, in float32. Gives the loss weight of the global batch."""
         if self._world_size == 1:
             return self.loss_weight
-        flat = torch.cat([self.gradient(name).flatten().float() for name in self._parameters])
-        weight = sum_over_ranks(self.loss_weight, flat.device)
+        device = next(iter(self._parameters.values())).device
+        flat = torch.zeros(sum(parameter.numel() for parameter in self._parameters.values()), device=device)
+        parts = {
+            name: part.view(parameter.shape)
+            for (name, parameter), part in zip(
+                self._parameters.items(), flat.split([parameter.numel() for parameter in self._parameters.values()]), strict=True
+            )
+        }
+        for name in list(self.sums):
+            parts[name].copy_(self.sums.pop(name))
+        weight = sum_over_ranks(self.loss_weight, device)
         dist.all_reduce(flat)
-        parts = flat.split([parameter.numel() for parameter in self._parameters.values()])
-        self.sums = {name: part.view(self._parameters[name].shape) for name, part in zip(self._parameters, parts, strict=True)}
+        self.sums = parts
         return weight
 
     def normalise_and_clip(self, loss_weight: float, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Leaves in `factor` what divides by the weight of the batch and scales down to `max_norm`.
-
-        Gives the norm in between, a float64 scalar on the device.
+        """Leaves in `factor` what divides by the weight of the batch and scales down to `max_norm`. Gives the norm in between, a float64
+        scalar on the device, and does not wait for it.
         """
         norm = self._norm(norm_type).double() / loss_weight
         self.factor = (clip_factor(norm, max_norm) / loss_weight).float()

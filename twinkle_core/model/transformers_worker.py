@@ -142,7 +142,7 @@ class TransformersWorker(AdaptersWorker):
 
     @contextmanager
     def _at(self, state: AdapterState, seed: tuple[int, ...] | None, index: int) -> Iterator[None]:
-        """Dropout drawn from (seed, number of the micro-batch); an error of memory that says where."""
+        """Dropout drawn from (seed, number of the micro-batch); errors of memory and of determinism that say what to do."""
         parts = seed if seed is not None else (self._seed, state.step)
         torch.manual_seed(derive_seed(*parts, index))
         try:
@@ -150,6 +150,10 @@ class TransformersWorker(AdaptersWorker):
         except torch.OutOfMemoryError as error:
             place = f"micro-batch {index} of optimizer step {state.step + 1}"
             raise TrainingError(f"out of GPU memory in {place}: use a smaller micro_batch_size or row_length") from error
+        except RuntimeError as error:
+            if "deterministic" not in str(error) or not torch.are_deterministic_algorithms_enabled():
+                raise
+            raise TrainingError(f"{str(error).splitlines()[0]}. Train with deterministic=False, and resumed runs differ in bits") from error
 
     def _backward(self, state: AdapterState, loss: torch.Tensor) -> None:
         (loss if state.scaler is None else loss * state.loss_scale).backward()
