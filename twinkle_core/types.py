@@ -13,6 +13,8 @@ from typing import Any, Literal, NotRequired, Protocol, TypedDict
 
 import numpy as np
 
+from twinkle_core.lazy_number import LazyNumber
+
 IGNORE = -100
 """Label of a position that predicts nothing (torch's default `ignore_index`)."""
 
@@ -181,19 +183,24 @@ class PackedRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepOutput:
-    """What one optimizer step's forward passes gave, summed over micro-batches and workers."""
+    """What one optimizer step's forward passes gave, summed over micro-batches and workers.
 
-    loss_sum: float
+    Of a `TransformersModel` the losses are on the device until `loss` or `loss_sum` is looked at, which waits for them.
+    """
+
+    loss_sum: float | LazyNumber
     """Sum of the token losses, in nats, each times its weight."""
     num_loss_tokens: int
     """Number of supervised tokens that the sum runs over, in the whole global batch."""
     loss_weight: float
     """Sum of their weights; `num_loss_tokens` where no row has weights."""
+    lr: float | None = None
+    """Learning rate of the optimizer step that they are for, where it is known."""
 
     @property
     def loss(self) -> float:
         """Weighted mean loss per supervised token of the global batch, in nats."""
-        return self.loss_sum / self.loss_weight
+        return float(self.loss_sum) / self.loss_weight
 
 
 class Progress(Protocol):

@@ -45,7 +45,7 @@ def test_the_loss_at_the_head_is_that_of_the_logits(name: str, monkeypatch: pyte
     def step() -> tuple[float, float, bool]:
         model = build(name, "no", lora=True)
         fused: bool = model._group._worker.forwards.can_fuse()  # type: ignore[attr-defined]
-        return model.forward_backward(rows()).loss, model.clip_grad_and_step(), fused
+        return float(model.forward_backward(rows()).loss), float(model.clip_grad_and_step()), fused
 
     monkeypatch.setattr(forward, "FUSED_HEAD_ON", ())
     *plain, fused = step()

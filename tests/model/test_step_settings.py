@@ -46,7 +46,7 @@ def step(model: TransformersModel) -> tuple[float, float, float, dict[str, np.nd
         name: parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
         for name, parameter in worker.state().parameters.items()
     }
-    return output.loss, output.loss_weight, norm, {name: value.detach().clone().numpy() for name, value in gradients.items()}
+    return float(output.loss), output.loss_weight, float(norm), {name: value.detach().clone().numpy() for name, value in gradients.items()}
 
 
 def build(folder: Path, lora: bool, loss: Any = None, **settings: Any) -> TransformersModel:

@@ -72,6 +72,6 @@ def gradients_of(
     loss = torch.tensor(sum(accumulate(model, placement, gradients, micro_batches) for micro_batches in calls), dtype=torch.float64)
     dist.all_reduce(loss)
     weight = gradients.reduce()
-    norm = gradients.normalise_and_clip(weight, max_norm)
+    norm = float(gradients.normalise_and_clip(weight, max_norm))
     whole = placement.gather({name: parameter.grad for name, parameter in parameters.items()})
     return {"loss": float(loss), "weight": weight, "norm": norm, "gradients": {name: value.numpy() for name, value in whole.items()}}

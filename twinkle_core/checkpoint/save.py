@@ -38,9 +38,13 @@ class Checkpointer:
         self._pending: _Pending | None = None
         self.newest: Manifest | None = None
 
+    def is_due(self, state: TrainerState) -> bool:
+        """Whether `after_step` saves; every step where it does has to be told."""
+        return state.cur_step % self._save_every == 0
+
     def after_step(self, state: TrainerState, history: Sequence[dict[str, Any]]) -> None:
-        """Commits an upload that has finished; starts the next one when it is due."""
-        due = state.cur_step % self._save_every == 0
+        """Commits an upload that has finished; starts the next one when it is due. Not every step need be told."""
+        due = self.is_due(state)
         self._commit(block=due)
         if due:
             self._begin(state, history)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing
 from operator import index as as_index
 from typing import Any
@@ -123,7 +123,7 @@ class DataLoader:
         """Rows that the run, or the epoch that the cursor is in, has handed out once that step is done."""
         return self._numbered().batches(self._place).consumed_after(step)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Generator[Any, None, None]:
         if self._ended:
             raise ConfigError(
                 f"all {self._place.consumed} rows of this loader were handed out; set num_epochs for more passes, "
@@ -132,7 +132,7 @@ class DataLoader:
         self._loop = loop = object()
         return self._batches(loop)
 
-    def _batches(self, loop: object) -> Iterator[Any]:
+    def _batches(self, loop: object) -> Generator[Any, None, None]:
         self._check(loop)
         start = self._steps.next_pass(self._place)
         tasks = (self._processed(read) for read in self._steps.steps(start))

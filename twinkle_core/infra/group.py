@@ -30,6 +30,13 @@ class WorkerGroup(Protocol):
         """
         ...
 
+    def call_one(self, method: str, *args: Any) -> Any:
+        """Calls `method` on one worker alone: worker 0, or where every process runs the script (torchrun) that of this process.
+
+        The others need not call it too, so it must be a method that waits for no other worker.
+        """
+        ...
+
     def shutdown(self) -> None:
         """Ends the workers and frees what they held. May be called twice."""
         ...

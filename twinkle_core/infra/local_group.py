@@ -49,6 +49,9 @@ class LocalGroup:
             return collect_results([getattr(self._worker, method)(*share)], collect, self._mesh)
         return collect_results(self._call_and_gather(method, share), collect, self._mesh)
 
+    def call_one(self, method: str, *args: Any) -> Any:
+        return getattr(self._worker, method)(*args)
+
     def _call_and_gather(self, method: str, share: tuple[Any, ...]) -> Sequence[Any]:
         import torch.distributed as dist
 

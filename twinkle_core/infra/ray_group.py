@@ -29,6 +29,9 @@ class GangGroup:
         results = self._gang.run("call", [(self._key, method, share, {}, None) for share in shares], method)
         return collect_results(results, collect, self._mesh)
 
+    def call_one(self, method: str, *args: Any) -> Any:
+        return self._gang.run("call", [(self._key, method, args, {}, None)], method)[0]
+
     def shutdown(self) -> None:
         """Drops the workers; the gang's processes stay, for they belong to the device group."""
         if self._gang.is_open:
@@ -68,6 +71,9 @@ class RayGroup:
 
     def call(self, method: str, *args: Any, dispatch: Dispatch = "all", collect: Collect = "none") -> Any:
         return self._group.call(method, *args, dispatch=dispatch, collect=collect)
+
+    def call_one(self, method: str, *args: Any) -> Any:
+        return self._group.call_one(method, *args)
 
     def process_ids(self) -> list[int]:
         """The workers' process ids, in rank order, each on its own node."""

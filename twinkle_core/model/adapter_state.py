@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from twinkle_core.errors import ConfigError, TrainingError
 from twinkle_core.model.adapter import Adapter
 from twinkle_core.model.grad_scaler import LossScaler
 from twinkle_core.model.half_gradients import HalfGradients
+from twinkle_core.model.ledger import Ledger
 from twinkle_core.model.optimizer import Optimizer, Schedule
 from twinkle_core.model.placement import Gradients, Placement
 from twinkle_core.model.split_adamw import SplitAdamW, is_taken
@@ -38,6 +40,7 @@ class AdapterState:
         self.metrics: dict[bool, list[Any]] = {True: [], False: []}
         """Of training calls, and of `forward_only`."""
         self._placement = placement
+        self.ledger = Ledger()
         self.set_parameters(parameters)
         self.waiting: Mapping[str, torch.Tensor] | None = None
         """Weights of an adapter whose parameters have no memory before the model is placed."""
@@ -66,7 +69,7 @@ class AdapterState:
             self.gradients.zero()  # type: ignore[union-attr]
         self.num_calls = 0
         self.num_micro_batches = 0
-        self.normalised: float | None = None
+        self.normalised: torch.Tensor | None = None
 
     def set_optimizer(self, optimizer_cls: Any, arguments: Mapping[str, Any], *, may_split: bool = False) -> None:
         """`may_split`: the model may hold these parameters in bf16, where the optimizer is one that keeps their float32 values."""
@@ -82,6 +85,7 @@ class AdapterState:
             self.optimizer = Optimizer(optimizer_cls, self.parameters, arguments)
             self.gradients = self._placement.gradients(self.parameters)
         self.start_window()
+        self._forget_trouble()
 
     @property
     def is_split(self) -> bool:
@@ -123,8 +127,11 @@ class AdapterState:
             raise TrainingError(f"no supervised token before optimizer step {self.step + 1}: forward_backward was not called")
         return self.num_calls >= (accumulation or self.accumulation)
 
-    def clip(self, max_norm: float, norm_type: float) -> float:
-        """Collective. Divides the window's gradient by its tokens' weight and scales it down to `max_norm`; gives the norm in between."""
+    def clip(self, max_norm: float, norm_type: float, ticket: int | None = None) -> torch.Tensor:
+        """Collective. Divides the window's gradient by its tokens' weight and scales it down to `max_norm`; gives the norm in between.
+
+        The norm is noted under `ticket`. Does not wait for the device.
+        """
         _, gradients = self.ready()
         if self.normalised is not None:
             raise ConfigError("the gradient of this window was divided and clipped already: step, or zero_grad")
@@ -135,32 +142,37 @@ class AdapterState:
             why = f"every label is {IGNORE}, or forward_backward was not called"
             raise TrainingError(f"no supervised token before optimizer step {step}: {why}")
         norm = gradients.normalise_and_clip(loss_weight * self.loss_scale, max_norm, norm_type)
-        if not math.isfinite(norm) and self.scaler is None:
-            raise TrainingError(f"gradient norm is {norm} at optimizer step {step}; look at the rows and the learning rate")
+        self._note_norm(norm, ticket)
         self.normalised = norm
         return norm
+
+    def _note_norm(self, norm: torch.Tensor, ticket: int | None) -> None:
+        self.ledger.note_norm(ticket, self.step + 1, norm, may_overflow=self.scaler is not None)
 
     def apply(self) -> bool:
         """The optimizer's step, at the schedule's rate; False where a float16 gradient overflowed and the step was skipped."""
         optimizer, _ = self.ready()
         norm = self.clip(math.inf, 2.0) if self.normalised is None else self.normalised
         if self.scaler is not None:
-            self.scaler.update(is_finite=math.isfinite(norm))
-        if not math.isfinite(norm):
-            return False
+            is_finite = math.isfinite(float(norm))  # the one place where a step waits for the device: the host decides to skip
+            self.scaler.update(is_finite=is_finite)
+            if not is_finite:
+                return False
         optimizer.set_factor(self._factor())
         optimizer.step()
         self.step += 1
         self.stepped = True
         return True
 
-    def take_step(self, max_norm: float, norm_type: float = 2.0) -> float:
-        """Clip, step, zero and move the schedule on. Gives the norm before clipping."""
-        norm = self.clip(max_norm, norm_type) if self.normalised is None else self.normalised
+    def take_step(self, max_norm: float, norm_type: float = 2.0, ticket: int | None = None) -> None:
+        """Clip, step, zero and move the schedule on. The norm before clipping is noted under `ticket`."""
+        if self.normalised is None:
+            self.clip(max_norm, norm_type, ticket)
+        elif ticket is not None:
+            self._note_norm(self.normalised, ticket)
         self.apply()
         self.advance_schedule()
         self.start_window()
-        return norm
 
     def close_window(self) -> str | None:
         """Takes the step of a short window, so that nothing that was learnt from is left out. Says so where the schedule leaves no rate."""
@@ -215,3 +227,13 @@ class AdapterState:
             self.schedule.load(saved.get("scheduler_state"))
         if self.scaler is not None and "grad_scaler" in saved:
             self.scaler.load(saved["grad_scaler"])
+        self._forget_trouble()
+
+    def _forget_trouble(self) -> None:
+        """Where the optimizer or all of the state was replaced, and all that is there now is finite."""
+        if self.optimizer is None or not self.ledger.has_trouble:
+            return
+        tensors = [*self.parameters.values(), *self.optimizer.tensors().values()]
+        local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        if all(bool(tensor.isfinite().all()) for tensor in local):
+            self.ledger.forget_trouble()

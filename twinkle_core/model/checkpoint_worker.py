@@ -82,10 +82,14 @@ class CheckpointWorker:
         return result
 
     def close_window(self, adapter_name: str | None) -> int:
-        """Takes the step of a window that is not full; gives the steps taken so far."""
+        """Takes the step of a window that is not full; gives the steps taken so far.
+
+        All saving begins here: raises `TrainingError` where a loss or gradient since the last restore was not finite.
+        """
         state = self.state(adapter_name)
         if state.optimizer is not None and (ignored := state.close_window()):
             LOG.warning(ignored)
+        state.ledger.check()
         return state.step
 
     def save(self, folder: str, trainer_state: Mapping[str, int], save_optimizer: bool, adapter_name: str | None) -> str:

@@ -26,20 +26,32 @@ class GradientBucket:
             start += parameter.numel()
 
     def reduce(self) -> float:
-        """Sums gradients over workers. Gives the loss weight of the global batch."""
+        """Sums gradients over workers. Gives the loss weight of the global batch. Does not wait for the device."""
         if self._world_size == 1:
             return self.loss_weight
-        weight = torch.tensor(self.loss_weight, dtype=torch.float64, device=self.flat.device)
-        dist.all_reduce(weight)
+        weight = sum_over_ranks(self.loss_weight, self.flat.device)
         dist.all_reduce(self.flat)
-        return float(weight)
+        return weight
 
-    def normalise_and_clip(self, loss_weight: float, max_norm: float, norm_type: float = 2.0) -> float:
-        """Divides by the weight of the batch and scales down to `max_norm`. Gives the norm in between."""
-        norm = float(torch.linalg.vector_norm(self.flat, norm_type)) / loss_weight
-        self.flat.mul_(min(1.0, max_norm / (norm + 1e-6)) / loss_weight)
+    def normalise_and_clip(self, loss_weight: float, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Divides by the weight of the batch and scales down to `max_norm`. Gives the norm in between, a float64 scalar on the device."""
+        norm: torch.Tensor = torch.linalg.vector_norm(self.flat, norm_type).double() / loss_weight
+        self.flat.mul_(clip_factor(norm, max_norm) / loss_weight)
         return norm
 
     def zero(self) -> None:
         self.flat.zero_()
         self.loss_weight = 0.0
+
+
+def sum_over_ranks(value: float, device: torch.device) -> float:
+    """Collective. Between host memories where the process group can (`cpu:gloo,cuda:nccl`), so that no rank waits for its device."""
+    on_host = "cpu:" in str(dist.get_backend_config())
+    total = torch.tensor(value, dtype=torch.float64, device="cpu" if on_host else device)
+    dist.all_reduce(total)
+    return float(total)
+
+
+def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """What a gradient of that norm (float64 scalar) is multiplied by, so that none above `max_norm` is left; on the norm's device."""
+    return (torch.full_like(norm, max_norm) / (norm + 1e-6)).clamp(max=1.0)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.distributed as dist
 
+from twinkle_core.model.gradients import clip_factor, sum_over_ranks
+
 
 class HalfGradients:
     """What a worker does with the gradients of bf16 parameters between backward passes and the optimizer's step.
@@ -47,17 +49,18 @@ class HalfGradients:
         }
         for name in list(self.sums):
             parts[name].copy_(self.sums.pop(name))
-        weight = torch.tensor(self.loss_weight, dtype=torch.float64, device=device)
-        dist.all_reduce(weight)
+        weight = sum_over_ranks(self.loss_weight, device)
         dist.all_reduce(flat)
         self.sums = parts
-        return float(weight)
+        return weight
 
-    def normalise_and_clip(self, loss_weight: float, max_norm: float, norm_type: float = 2.0) -> float:
-        """Leaves in `factor` what divides by the weight of the batch and scales down to `max_norm`. Gives the norm in between."""
-        norm = self._norm(norm_type) / loss_weight
-        self.factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) / loss_weight
-        return float(norm)
+    def normalise_and_clip(self, loss_weight: float, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Leaves in `factor` what divides by the weight of the batch and scales down to `max_norm`. Gives the norm in between, a float64
+        scalar on the device, and does not wait for it.
+        """
+        norm = self._norm(norm_type).double() / loss_weight
+        self.factor = (clip_factor(norm, max_norm) / loss_weight).float()
+        return norm
 
     def gradient(self, name: str) -> torch.Tensor:
         """The sum of one parameter, bf16 or float32, zeros included."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +70,19 @@ def cut_rows(rows: Sequence[Any], size: int, loss_inputs: Mapping[str, Any] | No
         )
         for position, start in enumerate(starts)
     ]
+
+
+def by_data_rank(places: Sequence[tuple[int, int]]) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
+    """A dispatch of micro-batches, the first argument: each worker is sent those of its data rank, and no others.
+
+    `places` are (data rank, number of data ranks) of each worker; data rank r has the positions r, r + W, …
+    """
+
+    def to_owner(num_workers: int, worker: int, args: Any, kwargs: Any, device_mesh: Any = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        data_rank, data_world_size = places[worker]
+        return ([batch for batch in args[0] if batch.position % data_world_size == data_rank], *args[1:]), kwargs
+
+    return to_owner
 
 
 def check_loss_inputs(loss_inputs: Mapping[str, Any], num_rows: int) -> dict[str, Any]:

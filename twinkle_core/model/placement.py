@@ -35,10 +35,10 @@ class Gradients(Protocol):
         """Collective. Sums over the ranks that hold the same parameters. Gives the loss weight of the global batch."""
         ...
 
-    def normalise_and_clip(self, loss_weight: float, max_norm: float, norm_type: float = 2.0) -> float:
-        """Collective. Divides by `loss_weight` and scales down to `max_norm`. Gives the global norm in between.
+    def normalise_and_clip(self, loss_weight: float, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Collective. Divides by `loss_weight` and scales down to `max_norm`. Gives the global norm in between, a float64 scalar.
 
-        Where that is not finite the gradients are left as they are, or not finite: no step may follow.
+        Does not wait for the device. Where the norm is not finite the gradients are of no use.
         """
         ...
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from twinkle_core.errors import ConfigError, DamagedError
 from twinkle_core.infra.group import WorkerGroup
+from twinkle_core.model.metrics import AdapterMetrics
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,6 +24,9 @@ class ModelSaving:
     """The part of a model's driver that saves and restores one adapter, or all parameters."""
 
     _group: WorkerGroup
+
+    def _metrics_of(self, adapter_name: str | None) -> AdapterMetrics:
+        raise NotImplementedError
 
     def get_state_dict(self, *, adapter_name: str | None = None) -> dict[str, np.ndarray]:
         """The trained parameters by the names they have in a checkpoint, float32."""
@@ -57,10 +61,12 @@ class ModelSaving:
         the saved ones, and `DamagedError` for files that cannot be read; nothing is changed then.
         """
         self._group.call("restore", str(folder), only_weights, adapter_name)
+        self._metrics_of(adapter_name).forget_training()
 
     def restore_from(self, store_url: str, prefix: str, entries: Sequence[FileEntry], *, adapter_name: str | None = None) -> None:
         """As `restore`, from a checkpoint in a store: every worker fetches it and verifies each file."""
         self._group.call("restore_from", store_url, prefix, tuple(entries), adapter_name)
+        self._metrics_of(adapter_name).forget_training()
 
     def save(
         self,

@@ -14,14 +14,18 @@ whole global batch, however the batch is cut into calls, micro-batches and worke
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twinkle_core.errors import ConfigError
 from twinkle_core.infra import resolve_group
+from twinkle_core.infra.dispatch import Collect
 from twinkle_core.infra.group import WorkerGroup
+from twinkle_core.lazy_number import LazyNumber
 from twinkle_core.model.metrics import AdapterMetrics
-from twinkle_core.model.micro_batch import MicroBatch, cut_rows, in_order
+from twinkle_core.model.micro_batch import MicroBatch, by_data_rank, cut_rows, in_order
+from twinkle_core.model.readings import ModelReadings, Unread, added_counts
 from twinkle_core.model.rows import Input, Row, as_rows
 from twinkle_core.model.saving import TRAINER_STATE_FILE, ModelSaving
 from twinkle_core.model.setup import ModelSetup
@@ -36,7 +40,7 @@ TRANSFORMERS_WORKER = "twinkle_core.model.transformers_worker:TransformersWorker
 TASKS = ("causal_lm", "embedding", "fused_lm_ce")
 
 
-class TransformersModel(ModelSetup, ModelSaving):
+class TransformersModel(ModelSetup, ModelSaving, ModelReadings):
     """A causal language model on the workers of a group.
 
     `model_id` is a folder or .gguf file that every worker can read, hf://org/name@revision, s3://… or pypi://…; without it
@@ -96,7 +100,8 @@ class TransformersModel(ModelSetup, ModelSaving):
         self._group = _group_of(group, remote_group, device_mesh)
         self._templates: dict[str, Template] = {}
         self._metrics: dict[str, AdapterMetrics] = {"": AdapterMetrics()}
-        self._group.call("load", self._spec)
+        self._unread: dict[str, Unread] = {}
+        self._to_owners = by_data_rank(self._group.call("load", self._spec))
         self._kept: list[MicroBatch] = []
 
     @property
@@ -129,11 +134,13 @@ class TransformersModel(ModelSetup, ModelSaving):
         know besides, an entry for each row: advantages, old_log_probs (or old_logps), ref_log_probs, … (`model.micro_batch.PER_ROW`).
         Micro-batches are numbered from the last optimizer step on, over all calls; number i draws its dropout from
         (seed, i). `seed` None stands for (the model's seed, cur_step). Data rank r computes micro-batches r, r + W, …
-        Raises `TrainingError` naming the step when a loss is not finite or GPU memory is exhausted.
+        Waits for no GPU: the losses come across when `loss` or `loss_sum` of the output is looked at, and that raises
+        `TrainingError` naming the step where one is not finite. Raises it here when GPU memory is exhausted.
         """
         micro_batches = self._cut(inputs, micro_batch_size, adapter_name, loss_inputs)
-        sums = self._group.call("forward_backward", micro_batches, len(micro_batches), seed, adapter_name, collect="sum")
-        return self._trained(sums, adapter_name)
+        ticket = self._unread_of(adapter_name).ticket()
+        counts = self._share("forward_backward", micro_batches, seed, adapter_name, ticket, collect=added_counts)
+        return self._trained(self._unread_of(adapter_name).promise(ticket), counts, adapter_name)
 
     def forward(
         self,
@@ -151,15 +158,18 @@ class TransformersModel(ModelSetup, ModelSaving):
         """
         self._kept = self._cut(inputs, micro_batch_size, adapter_name, {})
         returned = ("logps", "logits") if return_logits else ("logps",)
-        parts = self._group.call("forward", self._kept, len(self._kept), seed, adapter_name, temperature, returned, collect="flatten")
-        return in_order(parts)
+        return in_order(self._share("forward", self._kept, seed, adapter_name, temperature, returned, collect="flatten"))
 
     def calculate_loss(self, *, adapter_name: str | None = None, **loss_inputs: Any) -> float:
-        """The mean loss of what `forward` computed, over the whole batch. `loss_inputs` as in `forward_backward`."""
+        """The mean loss of what `forward` computed, over the whole batch. `loss_inputs` as in `forward_backward`.
+
+        Raises `TrainingError` where it is not finite; nothing was learnt from it then.
+        """
         rows = [row for micro_batch in self._kept for row in micro_batch.rows]
         inputs = cut_rows(rows, len(self._kept[0].rows), loss_inputs) if rows else []
-        sums = self._group.call("calculate_loss", inputs, adapter_name, collect="sum")
-        return self._trained(sums, adapter_name).loss
+        call = partial(self._group.call, "calculate_loss", inputs, adapter_name)
+        num_loss_tokens, weight, loss_sum = call(dispatch=self._to_owners, collect=added_counts)
+        return self._trained(loss_sum, (num_loss_tokens, weight, None), adapter_name).loss
 
     def backward(self, *, adapter_name: str | None = None) -> None:
         """Adds the gradient of the loss that `calculate_loss` found."""
@@ -173,15 +183,16 @@ class TransformersModel(ModelSetup, ModelSaving):
         *,
         gradient_accumulation_steps: int | None = None,
         adapter_name: str | None = None,
-    ) -> float | None:
+    ) -> LazyNumber | None:
         """Divides the gradient by the weight of the window's tokens and scales it down to `max_grad_norm`.
 
-        Gives the global norm in between; None while the accumulation window is not full. As `step`, once a window.
+        Gives the global norm in between, a number that is read when it is looked at; None while the accumulation window is not full.
+        As `step`, once a window.
         """
-        norm: float | None = self._group.call(
-            "clip_grad_norm", max_grad_norm, norm_type, gradient_accumulation_steps, adapter_name, collect="first"
-        )
-        return self._clipped(norm, adapter_name)
+        ticket = self._unread_of(adapter_name).ticket()
+        settings = (max_grad_norm, norm_type, gradient_accumulation_steps, adapter_name, ticket)
+        is_full: bool = self._group.call("clip_grad_norm", *settings, collect="first")
+        return self._clipped(ticket, adapter_name) if is_full else None
 
     def step(self, *, gradient_accumulation_steps: int | None = None, adapter_name: str | None = None) -> bool:
         """The optimizer's step. False while the accumulation window is not full, and where a float16 gradient overflowed."""
@@ -203,20 +214,25 @@ class TransformersModel(ModelSetup, ModelSaving):
         *,
         gradient_accumulation_steps: int | None = None,
         adapter_name: str | None = None,
-    ) -> float:
+    ) -> LazyNumber:
         """`clip_grad_norm`, `step`, `zero_grad` and `lr_step` in one: gives the global gradient norm before clipping.
+
+        Waits for no GPU: the norm is a `LazyNumber`, a float to all who look at it, and read when somebody does.
 
         With gradient_accumulation_steps n (given here or to `add_adapter_to_model`) the step is taken once n calls of
         `forward_backward` were made since the last one; until then nothing happens and NaN is given. A last, short window is stepped by
-        `finish_window`, or by `save`. Raises `TrainingError` naming the step when there was no supervised token, the gradient
-        is not finite, or the learning rate schedule is over. In fp16 an overflow skips the step, and the schedule stays.
+        `finish_window`, or by `save`. Raises `TrainingError` naming the step when there was no supervised token or the learning rate
+        schedule is over; a gradient that is not finite raises it when the norm is read, and at the latest before a checkpoint.
+        In fp16 an overflow skips the step, and the schedule stays; whether it does is the one thing that waits for the GPU.
         """
-        norm: float | None = self._group.call(
-            "clip_grad_and_step", max_grad_norm, norm_type, gradient_accumulation_steps, adapter_name, collect="first"
-        )
-        clipped = self._clipped(norm, adapter_name)
-        self._stepped(clipped, adapter_name)
-        return float("nan") if clipped is None else clipped
+        ticket = self._unread_of(adapter_name).ticket()
+        settings = (max_grad_norm, norm_type, gradient_accumulation_steps, adapter_name, ticket)
+        facts: dict[str, float] | None = self._group.call("clip_grad_and_step", *settings, collect="first")
+        if facts is None:
+            return LazyNumber(value=float("nan"))
+        norm = self._clipped(ticket, adapter_name)
+        self._metrics_of(adapter_name).stepped(facts, norm)
+        return norm
 
     def finish_window(self, *, adapter_name: str | None = None) -> int:
         """Steps an accumulation window that is not full, clipped as the last one; gives the steps taken. Without one nothing happens."""
@@ -248,20 +264,11 @@ class TransformersModel(ModelSetup, ModelSaving):
         wanted = {"logps": return_logps, "logits": return_logits, "embeddings": task == "embedding"}
         returned = tuple(name for name, is_wanted in wanted.items() if is_wanted)
         micro_batches = self._cut(inputs, micro_batch_size, adapter_name, loss_inputs)
-        parts = self._group.call(
-            "forward_only", micro_batches, len(micro_batches), adapter_name, disable_lora, temperature, returned, collect="flatten"
-        )
+        parts = self._share("forward_only", micro_batches, adapter_name, disable_lora, temperature, returned, collect="flatten")
         rows = in_order(parts)
         if not disable_lora:
             self._metrics_of(adapter_name).rated(rows)
         return rows
-
-    def calculate_metric(self, is_training: bool = True, *, adapter_name: str | None = None) -> dict[str, float]:
-        """Numbers over the calls since the last `calculate_metric`: of training calls, or of `forward_only`."""
-        facts = self._group.call("metric_facts", adapter_name, collect="first") if is_training else {}
-        metrics = self._metrics_of(adapter_name)
-        sums = self._group.call("metric_sums", is_training, adapter_name) if metrics.added[is_training] else []
-        return metrics.calculate(is_training, facts, sums)
 
     def shutdown(self) -> None:
         """Ends the workers."""
@@ -272,20 +279,8 @@ class TransformersModel(ModelSetup, ModelSaving):
     ) -> list[MicroBatch]:
         return cut_rows(as_rows(inputs, self._templates.get(self._name(adapter_name))), size, loss_inputs)
 
-    def _trained(self, sums: tuple[float, int, float], adapter_name: str | None) -> StepOutput:
-        output = StepOutput(loss_sum=sums[0], num_loss_tokens=sums[1], loss_weight=sums[2])
-        self._metrics_of(adapter_name).trained(output)
-        return output
-
-    def _clipped(self, norm: float | None, adapter_name: str | None) -> float | None:
-        if norm is not None:
-            self._metrics_of(adapter_name).clipped(norm)
-        return norm
-
-    def _stepped(self, norm: float | None, adapter_name: str | None) -> None:
-        metrics = self._metrics_of(adapter_name)
-        if norm is not None and metrics.of_steps:
-            metrics.stepped(self._group.call("metric_facts", adapter_name, collect="first"), norm)
+    def _share(self, method: str, micro_batches: Sequence[MicroBatch], *args: Any, collect: Collect) -> Any:
+        return self._group.call(method, micro_batches, len(micro_batches), *args, dispatch=self._to_owners, collect=collect)
 
 
 def _group_of(group: WorkerGroup | None, remote_group: str | None, device_mesh: Any) -> WorkerGroup:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -14,8 +13,10 @@ from twinkle_core.errors import ConfigError, TrainingError
 from twinkle_core.model.adapter_state import AdapterState
 from twinkle_core.model.adapters_worker import AdaptersWorker
 from twinkle_core.model.forward import Answer, ratings
+from twinkle_core.model.ledger import CallLosses
 from twinkle_core.model.losses import Part, loss_of, needs_of, to_compute
 from twinkle_core.model.micro_batch import MicroBatch
+from twinkle_core.model.readings import Readings
 from twinkle_core.model.seeding import derive_seed
 
 
@@ -35,21 +36,35 @@ class TransformersWorker(AdaptersWorker):
     _pending: Pending | None = None
 
     def forward_backward(
-        self, micro_batches: Sequence[MicroBatch], num_micro_batches: int, seed: tuple[int, ...] | None, adapter_name: str | None
-    ) -> tuple[float, int, float]:
-        """Loss sum, supervised tokens and the weight of the loss over this worker's micro-batches."""
+        self,
+        micro_batches: Sequence[MicroBatch],
+        num_micro_batches: int,
+        seed: tuple[int, ...] | None,
+        adapter_name: str | None,
+        ticket: int,
+    ) -> tuple[int, float, float]:
+        """Supervised tokens and the weight of the loss over this worker's micro-batches, and the rate of the step that they are for.
+
+        The loss itself goes into the adapter's ledger, under `ticket`: nothing waits for the device.
+        """
         state = self._activated(adapter_name)
         state.ready()
-        parts = []
-        for index, micro_batch in self._numbered(state, micro_batches, num_micro_batches):
-            with self._at(state, seed, index):
-                answer = self.forwards.answer(micro_batch.rows, state.processor, to_compute(state.loss, self.forwards, state.metrics[True]))
-                part = loss_of(state.loss, answer, micro_batch, self.forwards, self._metrics(state))
-                if part.loss is not None:
-                    self._backward(state, part.loss)
-                    part = replace(part, loss=part.loss.detach())
-            parts.append((index, part))
-        return self._close_call(state, parts, num_micro_batches)
+        parts: list[tuple[int, Part]] = []
+        try:
+            for index, micro_batch in self._numbered(state, micro_batches, num_micro_batches):
+                with self._at(state, seed, index):
+                    answer = self.forwards.answer(
+                        micro_batch.rows, state.processor, to_compute(state.loss, self.forwards, state.metrics[True])
+                    )
+                    part = loss_of(state.loss, answer, micro_batch, self.forwards, self._metrics(state))
+                    if part.loss is not None:
+                        self._backward(state, part.loss)
+                        part = replace(part, loss=part.loss.detach())
+                parts.append((index, part))
+        finally:  # a rank that fails joins all the same: the others must hear of it
+            losses = self._losses(state, parts, num_micro_batches)
+        state.ledger.note_losses(ticket, state.step + 1, state.num_micro_batches, losses)
+        return *self._close_call(state, parts, num_micro_batches), state.lr()
 
     def forward(
         self,
@@ -73,15 +88,23 @@ class TransformersWorker(AdaptersWorker):
         with torch.no_grad():
             return [(batch.position, ratings(answer, batch.rows, returned)) for _, batch, answer in answers if not batch.is_filler]
 
-    def calculate_loss(self, inputs: Sequence[MicroBatch] | None, adapter_name: str | None) -> tuple[float, int, float]:
-        """Of what `forward` kept; `inputs` are its micro-batches once more, with what the loss needs to know of them."""
+    def calculate_loss(self, inputs: Sequence[MicroBatch] | None, adapter_name: str | None) -> tuple[int, float, float]:
+        """Supervised tokens and weight of what `forward` kept, and the loss sum of all ranks.
+
+        `inputs` are its micro-batches once more, with what the loss needs to know of them. Waits for the device, so that a loss that
+        is not finite is an error before anything was learnt from it.
+        """
         pending = self._pending_of(adapter_name)
-        given = {batch.position: batch for batch in inputs or ()}
-        pending.parts = [
-            (index, loss_of(pending.state.loss, answer, given.get(batch.position, batch), self.forwards, self._metrics(pending.state)))
-            for index, batch, answer in pending.answers
-        ]
-        return self._sums(pending.state, pending.parts)
+        state, given = pending.state, {batch.position: batch for batch in inputs or ()}
+        parts: list[tuple[int, Part]] = []
+        try:
+            for index, batch, answer in pending.answers:
+                metrics = self._metrics(state)
+                parts.append((index, loss_of(state.loss, answer, given.get(batch.position, batch), self.forwards, metrics)))
+        finally:
+            losses = self._losses(state, parts, pending.num_micro_batches)
+        pending.parts = parts
+        return *self._counts(parts), losses.read(state.step + 1, state.num_micro_batches)
 
     def backward(self, adapter_name: str | None) -> None:
         """Of the losses that `calculate_loss` found. They count as one call of the window."""
@@ -140,34 +163,42 @@ class TransformersWorker(AdaptersWorker):
     def _backward(self, state: AdapterState, loss: torch.Tensor) -> None:
         (loss if state.scaler is None else loss * state.loss_scale).backward()
 
-    def _close_call(self, state: AdapterState, parts: Sequence[tuple[int, Part]], num_micro_batches: int) -> tuple[float, int, float]:
+    def _losses(self, state: AdapterState, parts: Sequence[tuple[int, Part]], num_micro_batches: int) -> CallLosses:
+        """Collective. Of a call that is not closed yet."""
+        share = self.placement.own_part(1.0)
+        own = {index - state.num_micro_batches: part.loss for index, part in parts if part.loss is not None and index >= 0}
+        own = own if share == 1.0 else {place: loss * share for place, loss in own.items()}
+        return CallLosses(own, num_micro_batches, self.device, self.world_size)
+
+    def _close_call(self, state: AdapterState, parts: Sequence[tuple[int, Part]], num_micro_batches: int) -> tuple[int, float]:
         state.num_micro_batches += num_micro_batches
         state.num_calls += 1
         state.normalised = None
-        sums = self._sums(state, parts)
-        state.ready()[1].loss_weight += sums[2]
-        return sums
+        num_loss_tokens, weight = self._counts(parts)
+        state.ready()[1].loss_weight += weight
+        return num_loss_tokens, weight
 
-    def _sums(self, state: AdapterState, parts: Sequence[tuple[int, Part]]) -> tuple[float, int, float]:
-        """Loss sum, supervised tokens and weight, to be added up over all ranks. Raises `TrainingError` for a loss that is not finite."""
-        losses = {index: part.loss.detach() for index, part in parts if part.loss is not None}
-        values = torch.stack(list(losses.values())).tolist() if losses else []
-        for index, value in zip(losses, values, strict=True):
-            if not math.isfinite(value):
-                place = f"at optimizer step {state.step + 1}"
-                raise TrainingError(f"loss of micro-batch {index} is {value} {place}; look at its rows and the learning rate")
+    def _counts(self, parts: Sequence[tuple[int, Part]]) -> tuple[int, float]:
+        """Supervised tokens and weight, to be added up over all ranks."""
         counted = [part for _, part in parts] if self.placement.leads else []
         num_loss_tokens = sum(part.num_loss_tokens for part in counted)
         weight = 0.0
         for part in counted:
             weight += part.weight
-        return self.placement.own_part(math.fsum(values)), num_loss_tokens, weight
+        return num_loss_tokens, weight
 
-    def clip_grad_norm(self, max_norm: float, norm_type: float, accumulation: int | None, adapter_name: str | None) -> float | None:
-        """None while the window is not full."""
+    def take_readings(self, adapter_name: str | None, tickets: Sequence[int]) -> Readings:
+        """Not collective: every rank has all numbers."""
+        return self.state(adapter_name).ledger.take(tickets)
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float, accumulation: int | None, adapter_name: str | None, ticket: int) -> bool:
+        """False while the window is not full. The norm goes into the ledger."""
         state = self.state(adapter_name)
         state.ready()
-        return state.clip(max_norm, norm_type) if state.window_is_full(accumulation) else None
+        if not state.window_is_full(accumulation):
+            return False
+        state.clip(max_norm, norm_type, ticket)
+        return True
 
     def step(self, accumulation: int | None, adapter_name: str | None) -> bool:
         """Whether a step was taken."""
@@ -184,12 +215,17 @@ class TransformersWorker(AdaptersWorker):
     def lr_step(self, metric: float | None, adapter_name: str | None) -> None:
         self.state(adapter_name).advance_schedule(metric)
 
-    def clip_grad_and_step(self, max_norm: float, norm_type: float, accumulation: int | None, adapter_name: str | None) -> float | None:
-        """Norm before clipping; None while the window is not full."""
+    def clip_grad_and_step(
+        self, max_norm: float, norm_type: float, accumulation: int | None, adapter_name: str | None, ticket: int
+    ) -> dict[str, float] | None:
+        """`metric_facts` after the step; None while the window is not full. The norm before clipping goes into the ledger."""
         state = self.state(adapter_name)
         state.ready()
         state.clipping = (max_norm, norm_type)
-        return state.take_step(max_norm, norm_type) if state.window_is_full(accumulation) else None
+        if not state.window_is_full(accumulation):
+            return None
+        state.take_step(max_norm, norm_type, ticket)
+        return self.metric_facts(adapter_name)
 
     @torch.no_grad()
     def forward_only(

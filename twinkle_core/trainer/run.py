@@ -90,6 +90,7 @@ def _run_attempt(job: SFTJob, attempt: Attempt, tracker: Tracker, progress: Prog
         shuffle_shards=job.train.shuffle_shards,
         seed=job.train.seed,
         num_epochs=job.train.epochs,
+        num_workers=1,
     )
     group = open_group(TRANSFORMERS_WORKER, job.resources)
     try:

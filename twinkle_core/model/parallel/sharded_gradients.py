@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from twinkle_core.model.gradients import clip_factor, sum_over_ranks
+
 
 class ShardedGradients:
     """What a worker does with gradients between backward passes and the optimizer's step.
@@ -35,17 +37,17 @@ class ShardedGradients:
             start += parameter.numel()
 
     def reduce(self) -> float:
-        """Sums over ranks what is not summed yet. Gives the loss weight of the global batch."""
-        weight = torch.tensor(self.loss_weight, dtype=torch.float64, device=self._device)
-        dist.all_reduce(weight)
+        """Sums over ranks what is not summed yet. Gives the loss weight of the global batch. Does not wait for the device."""
+        weight = sum_over_ranks(self.loss_weight, self._device)
         if self._sum_plain and len(self._flat):
             dist.all_reduce(self._flat)
-        return float(weight)
+        return weight
 
-    def normalise_and_clip(self, loss_weight: float, max_norm: float, norm_type: float = 2.0) -> float:
-        """Divides by the weight of the batch and scales down to `max_norm`. Gives the norm in between, the same on every rank."""
-        norm = self._norm(norm_type) / loss_weight
-        scale = min(1.0, max_norm / (norm + 1e-6)) / loss_weight
+    def normalise_and_clip(self, loss_weight: float, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Divides by the weight of the batch and scales down to `max_norm`. Gives the norm in between, the same on every rank: a
+        float64 scalar on the device."""
+        norm: torch.Tensor = self._norm(norm_type) / loss_weight
+        scale = clip_factor(norm, max_norm) / loss_weight
         for tensor in (self._flat, *(part for part in map(_gradient, self._parted) if part is not None)):
             tensor.mul_(scale)
         return norm
@@ -56,7 +58,7 @@ class ShardedGradients:
             parameter.grad = None
         self.loss_weight = 0.0
 
-    def _norm(self, norm_type: float) -> float:
+    def _norm(self, norm_type: float) -> torch.Tensor:
         """Of all gradients as one vector. A part counts once, however many ranks hold a copy of it."""
         is_largest = math.isinf(norm_type)
         reduction = dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM
@@ -64,8 +66,8 @@ class ShardedGradients:
         def power(tensor: torch.Tensor | None) -> torch.Tensor:
             if tensor is None or tensor.numel() == 0:
                 return torch.zeros((), dtype=torch.float64, device=self._device)
-            norm = torch.linalg.vector_norm(tensor, norm_type, dtype=torch.float64)
-            return norm if is_largest else norm**norm_type
+            norm: torch.Tensor = torch.linalg.vector_norm(tensor, norm_type, dtype=torch.float64)
+            return norm if is_largest else norm.pow(norm_type)
 
         def joined(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
             return torch.maximum(one, other) if is_largest else one + other
@@ -81,7 +83,7 @@ class ShardedGradients:
                 if is_cut:
                     dist.all_reduce(value, reduction, group=mesh.get_group(axis))
             total = joined(total, value)
-        return float(total) if is_largest else float(total) ** (1 / norm_type)
+        return total if is_largest else total.pow(1 / norm_type)
 
 
 def _gradient(parameter: DTensor) -> torch.Tensor | None:
