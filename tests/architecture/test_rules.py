@@ -24,6 +24,7 @@ OPEN_ARGUMENTS: dict[str, str] = {
     "twinkle_core/infra/remote.py __call__": "the constructor of the user's class",
     "twinkle_core/infra/notify.py call": "the user's method",
     "twinkle_core/infra/remote_object.py call": "the user's method, in a worker",
+    "twinkle_core/kernel/cpu_layers.py _lora": "the layer's own forward function, of peft",
     "twinkle_core/kernel/packed_attention.py packed_attention": "transformers calls attention functions with what it likes",
     "twinkle_core/model/transformers.py __init__": "settings of the model's transformers configuration",
     "twinkle_core/model/transformers.py forward_backward": "inputs of the loss, of a closed list of names",

@@ -75,7 +75,7 @@ def fine_tune(folder: Path, store: Store, *, save_every: int, bad_step: int = 0)
     model.set_optimizer("AdamW", lr=1e-2)
     model.set_lr_scheduler("LinearWarmupScheduler", num_training_steps=NUM_STEPS, num_warmup_steps=2)
     group.calls.clear()
-    checkpointer = Checkpointer(Attempt.begin(store, KEY), model, save_every=save_every, keep=keep_policy(keep_last=9))
+    checkpointer = Checkpointer(Attempt.begin(store, KEY), model, save_every=save_every, keep=keep_policy(keep_last=9), say=str)
     try:
         sft.train(
             model=model,

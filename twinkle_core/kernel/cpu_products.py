@@ -56,7 +56,7 @@ class _Linear(torch.autograd.Function):
         return multiply(inputs, weight)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         inputs, weight = ctx.saved_tensors
         for_inputs, for_weight = ctx.needs_input_grad
@@ -84,7 +84,7 @@ class _Lora(torch.autograd.Function):
         return torch.addmm(product, inner_R_T.T, up.T, alpha=scaling)  # selective checkpointing keeps torch's products: not to be changed
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         inputs, seen, inner_R_T, weight, down, up = ctx.saved_tensors
         for_inputs, for_dropped, for_weight, for_down, for_up, _ = ctx.needs_input_grad

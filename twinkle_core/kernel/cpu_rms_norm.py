@@ -28,7 +28,7 @@ class _RmsNorm(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         states, weight, scales = ctx.saved_tensors
         for_states, for_weight, _ = ctx.needs_input_grad
