@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from twinkle_core.errors import ConfigError, DamagedError, DataError, StorageError
+from twinkle_core.errors import ConfigError, DamagedError, DataError
 
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
@@ -53,23 +53,16 @@ def detach(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def write_snapshot(snapshot: Snapshot, folder: Path, *, only_weights: bool = False) -> None:
     """Writes the files into `folder`, each flushed to disk."""
-    write_tensors(snapshot.weights, folder / weights_file(snapshot.adapter_config is not None))
+    metadata = {"format": "pt"}
+    save_file(snapshot.weights, folder / weights_file(snapshot.adapter_config is not None), metadata)
     if not only_weights:
-        write_tensors(snapshot.optimizer, folder / OPTIMIZER_FILE)
-        write_tensors(snapshot.rng, folder / RNG_FILE)
+        save_file(snapshot.optimizer, folder / OPTIMIZER_FILE, metadata)
+        save_file(snapshot.rng, folder / RNG_FILE, metadata)
         write_json(folder / TRAINING_FILE, snapshot.training)
     if snapshot.adapter_config is not None:
         (folder / ADAPTER_CONFIG_FILE).write_text(snapshot.adapter_config)
     for path in folder.iterdir():
         sync(path)
-
-
-def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Raises `StorageError` for a disk that does not take it, which safetensors tells by an error of its own."""
-    try:
-        save_file(dict(tensors), path, {"format": "pt"})
-    except SafetensorError as error:
-        raise StorageError(f"{path} cannot be written: {error}") from error
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -69,15 +69,11 @@ class CheckpointWorker:
         if self.rank == 0:
             self._save = BackgroundSave(snapshot, store_url, prefix)
 
-    def end_save(self, block: bool) -> tuple[FileEntry, ...] | OSError | None:
-        """A disk that is full or a store that is away is an answer, not an error: an error would end a group of workers."""
+    def end_save(self, block: bool) -> tuple[FileEntry, ...] | None:
         if self._save is None:
             return None
         try:
             result = self._save.result(block=block)
-        except OSError as error:
-            self._save = None
-            return error
         except BaseException:
             self._save = None
             raise

@@ -47,9 +47,7 @@ class ModelSaving:
 
         Raises what the save raised.
         """
-        result: tuple[FileEntry, ...] | OSError | None = self._group.call("end_save", block, collect="first")
-        if isinstance(result, OSError):
-            raise result
+        result: tuple[FileEntry, ...] | None = self._group.call("end_save", block, collect="first")
         return result
 
     def restore(self, folder: str | Path, *, only_weights: bool = False, adapter_name: str | None = None) -> None:
