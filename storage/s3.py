@@ -10,9 +10,10 @@ import io
 import random
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, BinaryIO, cast
 
 import boto3.session  # type: ignore[import-untyped, unused-ignore]
@@ -132,9 +133,9 @@ class S3Store(Store):
     def read_range(self, key: str, start: int, stop: int, version: str) -> bytes:
         """Bytes [start, stop); StorageError when the object is no longer at `version`."""
         with self._asking(f"read bytes {start} to {stop} of {key!r}", key):
-            return self._get(key, Range=f"bytes={start}-{stop - 1}", IfMatch=version)[0]
+            return self._get(key, {"Range": f"bytes={start}-{stop - 1}", "IfMatch": version})[0]
 
-    def _get(self, key: str, **conditions: str) -> tuple[bytes, str]:
+    def _get(self, key: str, conditions: Mapping[str, str] = MappingProxyType({})) -> tuple[bytes, str]:
         """Bytes and ETag, whole: a connection that ends in the middle is an error after `_BODY_TRIES`."""
         for left in reversed(range(_BODY_TRIES)):
             answer = self._client.get_object(Bucket=self._bucket, Key=self._name(key), **conditions)

@@ -1,10 +1,11 @@
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from storage.artifact import FileEntry
-from storage.errors import FencedError
+from storage.errors import DamagedError, FencedError, StorageError
 from storage.fingerprint import digest_bytes
 from storage.store import Store, open_store
 from twinkle_core.checkpoint.manifest import Attempt, Manifest, TrainerState, read_head
@@ -127,3 +128,44 @@ def test_the_state_file_holds_what_resuming_needs() -> None:
     raw = json.loads(state.to_json())
     expected = {"cur_step": 3, "consumed_train_samples": 24, "gradient_accumulation_steps": 1, "epoch": 1.2, "world_size": 1}
     assert raw.items() >= (expected | {"recipe_fingerprint": KEY}).items()
+
+
+@pytest.mark.parametrize("lie", ["keeps nothing", "keeps half", "fails after it did it", "fails before it did it"])
+def test_a_store_that_lies_about_head_never_costs_a_checkpoint(tmp_path: Path, lie: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is kept: if the move of HEAD were believed, the checkpoint of step 2 would be deleted though HEAD still lists it."""
+    store = open_store(str(tmp_path))
+    keep = keep_policy(keep_last=1)
+    attempt = Attempt.begin(store, KEY)
+    first = save(attempt, 2, keep)
+    real = type(store).compare_and_swap
+
+    def swap(self: Store, key: str, data: bytes, version: str | None) -> bool:
+        if lie == "fails after it did it" or lie == "keeps half":
+            real(self, key, data if lie.startswith("fails") else data[: len(data) // 2], version)
+        if lie.startswith("fails"):
+            raise StorageError("no answer")
+        return True
+
+    monkeypatch.setattr(type(store), "compare_and_swap", swap)
+    if lie == "fails after it did it":
+        second = save(attempt, 4, keep)
+        assert newest_valid(store, read_head(store, KEY)[0]).manifest == second
+        return
+    with pytest.raises(StorageError, match="no answer" if lie.startswith("fails") else "HEAD.json"):
+        save(attempt, 4, keep)
+    monkeypatch.undo()
+    assert store.exists(first.key)
+    assert store.exists(f"{first.prefix}/w.bin")
+    if lie == "keeps half":
+        return
+    assert newest_valid(store, read_head(store, KEY)[0]).manifest == first
+    assert save(attempt, 6, keep).step == 6
+    assert not store.exists(first.key)
+
+
+def test_a_head_that_is_lost_or_put_back_while_training_runs_is_told(store: Store) -> None:
+    attempt = Attempt.begin(store, KEY)
+    save(attempt, 2)
+    store.delete(f"checkpoints/{KEY}/HEAD.json")
+    with pytest.raises(DamagedError, match="is at attempt 0 though attempt 1 runs"):
+        save(attempt, 4)

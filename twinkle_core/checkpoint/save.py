@@ -34,12 +34,6 @@ class Saves(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Pending:
-    state: TrainerState
-    history: bytes
-
-
 class _Verification:
     """A thread that writes the small files and then reads every file back from the store: no word of a store is taken for a commit."""
 
