@@ -12,6 +12,7 @@ from twinkle_core.errors import ConfigError, TrainingError
 from twinkle_core.model.adapter import Adapter
 from twinkle_core.model.grad_scaler import LossScaler
 from twinkle_core.model.optimizer import Optimizer, Schedule
+from twinkle_core.model.parallel.whole_tensors import assign_local
 from twinkle_core.model.placement import Gradients, Placement
 from twinkle_core.processor.base import InputProcessor
 from twinkle_core.types import IGNORE
@@ -72,6 +73,14 @@ class AdapterState:
         self.optimizer = Optimizer(optimizer_cls, self.parameters, arguments)
         self.gradients = self._placement.gradients(self.parameters)
         self.start_window()
+
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """The trained values, as a checkpoint holds them: live tensors."""
+        return self.parameters
+
+    def assign(self, local: Mapping[str, torch.Tensor]) -> None:
+        """Makes these the trained values: this rank's part of each of `weights`."""
+        assign_local(self.parameters, local)
 
     def ready(self) -> tuple[Optimizer, Gradients]:
         if self.optimizer is None or self.gradients is None:

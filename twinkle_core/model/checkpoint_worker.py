@@ -53,7 +53,7 @@ class CheckpointWorker:
         raise NotImplementedError
 
     def get_state_dict(self, adapter_name: str | None) -> dict[str, np.ndarray]:
-        return {name: tensor.numpy() for name, tensor in self.placement.gather(self.state(adapter_name).parameters).items()}
+        return {name: tensor.numpy() for name, tensor in self.placement.gather(self.state(adapter_name).weights()).items()}
 
     def get_peft_config_dict(self, adapter_name: str | None) -> dict[str, Any]:
         adapter = self.state(adapter_name).adapter

@@ -32,7 +32,7 @@ def take_snapshot(state: AdapterState, copies: HostCopies, rank: int, world_size
     """
     optimizer, _ = state.ready()
     refuse_empty(state, rank, world_size)
-    sets: dict[str, Mapping[str, torch.Tensor]] = {files.WEIGHTS_FOLDER: state.parameters, files.OPTIMIZER_FOLDER: optimizer.tensors()}
+    sets: dict[str, Mapping[str, torch.Tensor]] = {files.WEIGHTS_FOLDER: state.weights(), files.OPTIMIZER_FOLDER: optimizer.tensors()}
     tensors, texts = _parts_of(sets, copies, rank, world_size) if is_parted(state) else _whole_of(state, sets, copies, rank)
     if rank == 0:
         more, their_texts = progress_files(state)
