@@ -85,20 +85,37 @@ def resource_paths(config: type[Config], values: Config, prefix: str = "") -> li
     return paths
 
 
-OTHER = {"mode": "local", "ray_address": "ray://there:1", "keep_every": 7, "source": "elsewhere", "uri": "elsewhere.jsonl", "num_proc": 3}
+OTHER = {
+    "fsdp": 4,
+    "mode": "local",
+    "ray_address": "ray://there:1",
+    "keep_every": 7,
+    "source": "elsewhere",
+    "uri": "elsewhere.jsonl",
+    "num_proc": 3,
+}
+
+
+SPREAD = {"train.lora": None, "resources.workers": 4, "resources.fsdp": 2}
+"""Settings beside which each size of a mesh may be changed."""
+SIZES = ("fsdp", "tp", "cp", "ulysses", "ep", "cpu_offload", "memory_efficient_init")
 
 
 def test_no_resource_changes_the_recipe() -> None:
-    base = params()
-    paths = resource_paths(SFTParams, base)
+    paths = resource_paths(SFTParams, params())
     assert {"model.source", "data.sources.0.uri", "checkpoint.save_every", "resources.workers", "resources.ray_address"} <= set(paths)
+    assert {f"resources.{name}" for name in SIZES} <= set(paths)
     for path in paths:
+        values = MINIMAL
+        for key, value in SPREAD.items() if path.rpartition(".")[2] in SIZES else ():
+            values = put(values, key, value)
+        base = validate(SFTParams, values)
         old: Any = base.model_dump(mode="json")
         for part in path.split("."):
             old = old[int(part)] if part.isdigit() else old[part]
         new = OTHER.get(path.rpartition(".")[2], None if old is None else old + 1 if isinstance(old, (int, float)) else f"{old}x")
         assert new != old, path
-        changed = validate(SFTParams, put(MINIMAL, path, new))
+        changed = validate(SFTParams, put(values, path, new))
         assert changed != base, path
         assert changed.recipe_dump() == base.recipe_dump(), path
 

@@ -76,14 +76,14 @@ class Fused:
             self.calls += 1
             return original(*args)
 
-        patch.setattr(forward, "FUSED_HEAD_ON", ("cpu",))
         patch.setattr(forward, "supervised_loss", counted)
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 def test_the_loss_at_the_head_is_that_of_the_logits(folder: Path, lora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward, "FUSED_HEAD_ON", ())
-    plain = step(build(folder, lora))
+    with monkeypatch.context() as patch:
+        patch.setattr(forward.Forward, "can_fuse", lambda _self: False)
+        plain = step(build(folder, lora))
     fused = Fused(monkeypatch)
     assert_close(step(build(folder, lora)), plain)
     assert fused.calls == 2
@@ -105,8 +105,9 @@ def test_logits_are_made_where_somebody_looks_at_them(folder: Path, monkeypatch:
     assert fused.calls == 0
 
 
-def sharded(rank: int, folder: Path, on: tuple[str, ...], checkpointing: str) -> Any:
-    forward.FUSED_HEAD_ON = on
+def sharded(rank: int, folder: Path, is_fused: bool, checkpointing: str) -> Any:
+    if not is_fused:  # in a process that is thrown away
+        forward.Forward.can_fuse = lambda _self: False  # type: ignore[method-assign]
     group = LocalGroup(TRANSFORMERS_WORKER, rank=rank, world_size=2, init_method="unused: the group is joined")
     mesh = DeviceMesh.from_sizes(world_size=2, fsdp_size=2)
     return step(build(folder, False, group=group, device_mesh=mesh, mixed_precision="no", activation_checkpointing=checkpointing))
@@ -115,8 +116,8 @@ def sharded(rank: int, folder: Path, on: tuple[str, ...], checkpointing: str) ->
 @pytest.mark.slow  # starts processes, twice
 def test_the_loss_at_the_head_and_checkpointed_layers_take_part_in_sharding(folder: Path, tmp_path: Path) -> None:
     alone = step(build(folder, False))
-    found = run_ranks(2, sharded, tmp_path, folder, ("cpu",), "full")
-    plain = run_ranks(2, sharded, tmp_path, folder, (), "none")
+    found = run_ranks(2, sharded, tmp_path, folder, True, "full")
+    plain = run_ranks(2, sharded, tmp_path, folder, False, "none")
     for rank in range(2):
         assert_close(found[rank], plain[rank])
     assert found[0][2] == pytest.approx(alone[2], rel=1e-4)

@@ -15,7 +15,7 @@ from twinkle_core.model.grad_scaler import LossScaler
 from twinkle_core.model.half_gradients import HalfGradients
 from twinkle_core.model.ledger import Ledger
 from twinkle_core.model.optimizer import Optimizer, Schedule
-from twinkle_core.model.parallel.sharded_files import assign_local
+from twinkle_core.model.parallel.whole_tensors import assign_local
 from twinkle_core.model.placement import Gradients, Placement
 from twinkle_core.model.split_adamw import SplitAdamW, is_taken
 from twinkle_core.processor.base import InputProcessor

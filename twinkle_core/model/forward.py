@@ -24,8 +24,6 @@ from twinkle_core.types import IGNORE
 COMPUTE_TYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SCALED_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 """Settings of models whose logits are more than the head's product."""
-FUSED_HEAD_ON = ("cuda",)
-"""Kinds of device on which the plain loss is made without logits (`kernel/fused_head.py`). Elsewhere, from the logits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +69,8 @@ class Forward:
         """Somebody changed how the model computes, perhaps what becomes of its logits."""
 
     def can_fuse(self) -> bool:
-        """Whether `answer` gives 'loss'."""
-        return self.device.type in FUSED_HEAD_ON and not self.is_patched and has_plain_head(self.model)
+        """Whether `answer` gives 'loss', made without logits (`kernel/fused_head.py`)."""
+        return not self.is_patched and has_plain_head(self.model)
 
     def answer(self, rows: Sequence[Row], processor: Any, needs: Collection[str] = (), temperature: float = 1.0) -> Answer:
         """Logits, or in their place `hidden`, `embeddings`, `scores` or `loss` (names of `needs`).

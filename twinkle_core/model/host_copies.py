@@ -20,7 +20,8 @@ class HostCopies:
     @torch.no_grad()
     def take(self, key: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Copies of plain tensors, complete when this returns. What was kept under `key` and is not among them is let go."""
-        for kept in [kept for kept in self._kept if kept[0] == key and kept[1] not in tensors]:
+        names = set(tensors)
+        for kept in [kept for kept in self._kept if kept[0] == key and kept[1] not in names]:
             del self._kept[kept]
         devices: set[torch.device] = set()
         for name, tensor in tensors.items():
@@ -32,4 +33,4 @@ class HostCopies:
             devices |= {tensor.device} if tensor.is_cuda else set()
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
-        return {name: self._kept[key, name] for name in tensors}
+        return {name: self._kept[key, name] for name in sorted(names)}

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from twinkle_core.errors import ConfigError, DataError
+from twinkle_core.model.parallel.whole_tensors import assign_local
 from twinkle_core.scheduler import SCHEDULERS, MetricSchedule, build_schedule
 
 STATE_NAMES = ("step", "exp_avg", "exp_avg_sq")
@@ -137,8 +138,9 @@ class Optimizer:
                 found[full] = torch.zeros(like.shape, dtype=like.dtype, device="cpu" if on_cpu else parameter.device)
         return found
 
-    def load(self, room: Mapping[str, torch.Tensor], plain: Mapping[str, Any] | None) -> None:
-        """Takes over a saved state: the tensors of `room`, filled, and what is not a tensor."""
+    def load(self, room: Mapping[str, torch.Tensor], local: Mapping[str, torch.Tensor], plain: Mapping[str, Any] | None) -> None:
+        """Takes over a saved state: this rank's parts of the tensors of `room`, and what is not a tensor."""
+        assign_local(room, local)
         if self.is_preset or plain is None:
             return
         for name in plain["values"]:

@@ -12,7 +12,7 @@ import torch
 from twinkle_core.errors import ConfigError, DamagedError
 from twinkle_core.model import checkpoint_files as files
 from twinkle_core.model.adapter_state import AdapterState
-from twinkle_core.model.parallel.sharded_files import INDEX, assign_local, read_local
+from twinkle_core.model.parallel.sharded_files import INDEX, read_local
 from twinkle_core.model.parallel.whole_tensors import local_slices
 from twinkle_core.model.peer_files import adapter_settings, peer_state, read_weights
 from twinkle_core.model.snapshot import rng_states, set_rng_states
@@ -36,7 +36,7 @@ class Saved:
     training: dict[str, Any] | None = None
     """Step and settings; None where only the weights are wanted."""
     room: dict[str, torch.Tensor] | None = None
-    """Tensors of the optimizer's state, still to be filled."""
+    """Tensors of the optimizer's state, to be filled."""
     optimizer: dict[str, torch.Tensor] | None = None
     """This rank's part of each of them."""
     rng: dict[str, torch.Tensor] | None = None
@@ -46,8 +46,7 @@ class Saved:
         """Changes the model, its optimizer and counters, and the random states of this process."""
         state.assign(self.weights)
         if self.training is not None and self.room is not None and self.optimizer is not None:
-            assign_local(self.room, self.optimizer)
-            state.ready()[0].load(self.room, self.training.get("optimizer_state"))
+            state.ready()[0].load(self.room, self.optimizer, self.training.get("optimizer_state"))
             if self.rng is not None:
                 set_rng_states(self.rng)
             state.load_progress(self.training)
@@ -60,7 +59,7 @@ def read_saved(folder: Path, state: AdapterState, model: PreTrainedModel, *, onl
         files.check_settings(saved, adapter_settings(state.adapter.config_dict()) or {}, folder / files.ADAPTER_CONFIG_FILE)
     weights = _parts(folder, files.WEIGHTS_FOLDER, state.weights(), fetch)
     if weights is None:
-        weights = _cut(read_weights(folder, state, model), state.parameters)
+        weights = _cut(read_weights(folder, state, model), state.weights())
     if only_weights:
         return Saved(weights=weights)
     if not (folder / files.TRAINING_FILE).exists() and (peer := peer_state(folder, state)) is not None:

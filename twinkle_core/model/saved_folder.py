@@ -105,16 +105,17 @@ def _write_parted(worker: CheckpointWorker, draft: Path, state: AdapterState, sa
 
 def _write_weights(worker: CheckpointWorker, draft: Path, state: AdapterState) -> None:
     """One file after the other: gathered by all ranks, written by rank 0."""
-    groups = list(_groups(state.parameters))
+    weights = state.weights()
+    groups = list(_groups(weights))
     single = files.weights_file(state.adapter is not None)
     names = [single] if len(groups) == 1 else [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
     for name, group in zip(names, groups, strict=True):
-        whole = worker.placement.gather({key: state.parameters[key] for key in group})
+        whole = worker.placement.gather({key: weights[key] for key in group})
         with together(worker.world_size):
             if worker.rank == 0:
                 files.write_snapshot(files.Snapshot(tensors={name: whole}), draft)
     if worker.rank == 0 and len(groups) > 1:
-        total = sum(parameter.numel() * parameter.element_size() for parameter in state.parameters.values())
+        total = sum(parameter.numel() * parameter.element_size() for parameter in weights.values())
         places = {key: name for name, group in zip(names, groups, strict=True) for key in group}
         files.write_json(draft / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": places})
         files.sync(draft / INDEX_FILE)

@@ -83,20 +83,20 @@ class SplitAdamW:
         return None
 
     def room(self, plain: Mapping[str, Any] | None) -> dict[str, torch.Tensor]:
-        """Tensors on the CPU to fill with a saved state."""
+        """What a saved state looks like, without memory."""
         shapes = {key: parameter.shape for name, parameter in self._parameters.items() for key in (f"{name}.exp_avg", f"{name}.exp_avg_sq")}
         shapes |= {f"{name}.step": torch.Size(()) for name in self._parameters}
-        return {name: torch.empty(shape, dtype=torch.float32) for name, shape in shapes.items()}
+        return {name: torch.empty(shape, dtype=torch.float32, device="meta") for name, shape in shapes.items()}
 
-    def load(self, found: Mapping[str, torch.Tensor], plain: Mapping[str, Any] | None) -> None:
-        """Takes over a saved state: the tensors of `room`, filled."""
-        steps = {float(found[f"{name}.step"]) for name in self._parameters}
+    def load(self, room: Mapping[str, torch.Tensor], local: Mapping[str, torch.Tensor], plain: Mapping[str, Any] | None) -> None:
+        """Takes over a saved state, all of which is this rank's."""
+        steps = {float(local[f"{name}.step"]) for name in self._parameters}
         if len(steps) != 1:
             raise DataError(f"parameters took different numbers of steps ({sorted(steps)}): load the weights alone")
         self._adamw.num_steps = int(steps.pop())
         for name, tensor in self._adamw.tensors().items():
             if not name.endswith(".low_bits"):
-                tensor.copy_(found[name])
+                tensor.copy_(local[name])
 
     def float32_values(self) -> Mapping[str, torch.Tensor]:
         """What the parameters are the rounding of, each made when asked for."""

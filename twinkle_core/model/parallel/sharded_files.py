@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from twinkle_core.errors import DamagedError, DataError
 from twinkle_core.model.checkpoint_files import json_text, read_json, sync, write_tensors
 from twinkle_core.model.parallel.agreement import from_all, together
-from twinkle_core.model.parallel.whole_tensors import local_part, local_slices
+from twinkle_core.model.parallel.whole_tensors import assign_local, local_part, local_slices
 
 INDEX = "index.json"
 WHOLE = "whole.safetensors"
@@ -141,13 +141,6 @@ def read_local(
 def read_parts(folder: Path, targets: Mapping[str, torch.Tensor]) -> None:
     """Fills this rank's part of each live tensor. As `read_local`; nothing is changed before all was read."""
     assign_local(targets, read_local(folder, targets))
-
-
-@torch.no_grad()
-def assign_local(targets: Mapping[str, torch.Tensor], local: Mapping[str, torch.Tensor]) -> None:
-    """Copies this rank's parts into the live tensors of those names."""
-    for name, target in targets.items():
-        local_part(target).copy_(local[name])
 
 
 def read_whole(folder: Path) -> dict[str, torch.Tensor]:

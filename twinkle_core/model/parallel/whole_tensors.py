@@ -56,3 +56,10 @@ def assign_whole(targets: Mapping[str, torch.Tensor], whole: Mapping[str, torch.
     """Copies this rank's part of each whole tensor into the live one of that name. No communication."""
     for name, target in targets.items():
         local_part(target).copy_(whole[name][local_slices(target)])
+
+
+@torch.no_grad()
+def assign_local(targets: Mapping[str, torch.Tensor], local: Mapping[str, torch.Tensor]) -> None:
+    """Copies this rank's parts into the live tensors of those names."""
+    for name, target in targets.items():
+        local_part(target).copy_(local[name])
