@@ -70,7 +70,7 @@ REFUSED = [
     ({"workers": 2, "ulysses": 4}, FULL, "ulysses_size 4 does not divide"),
     ({"workers": 4, "ulysses": 2, "cp": 2}, FULL, "ulysses_size 2 and cp_size 2 together"),
     ({"workers": 4, "tp": 2, "ep": 2}, FULL, "ep_size 2 goes with dp_size and fsdp_size alone"),
-    ({"workers": 2, "tp": 2}, LORA, "set train.lora to null"),
+    ({"workers": 2, "tp": 2, "memory_efficient_init": True}, LORA, "set resources.memory_efficient_init to false"),
     ({"workers": 2, "cpu_offload": True}, FULL, "set resources.fsdp above 1"),
     ({"workers": 2, "cp": 2, "memory_efficient_init": True}, FULL, "set resources.fsdp, tp or ep above 1"),
 ]

@@ -104,7 +104,7 @@ def test_steps_between_readings_make_two_calls_each_and_the_history_is_the_same(
     group, history, logged, shown = fine_tune(folder, open_store(str(tmp_path)), save_every=3)
     assert group.calls.count("take_readings") == num_reads, "at steps 3, 6 and the last, or at each"
     assert group.calls.count("forward_backward") == group.calls.count("clip_grad_and_step") == NUM_STEPS
-    saving = {"close_window", "begin_save", "end_save"}
+    saving = {"close_window", "begin_save", "wait_for_save", "end_save"}
     assert set(group.calls) - saving == {"take_readings", "forward_backward", "clip_grad_and_step"}
     assert (
         group.calls[:4]

@@ -81,8 +81,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        if grads[0].is_cpu and grads[0] == 1.0 and (grad_weight is None or grad_weight.dtype == ctx.weight_dtype):
-            return grad_hidden, grad_weight, None, None, None, None
         scaled_hidden = None if grad_hidden is None else torch.mul(grad_hidden, grads[0], out=torch.empty_like(grad_hidden))
         scaled_weight = None
         if grad_weight is not None:  # scaled in float32, rounded once

@@ -58,8 +58,10 @@ def num_data_ranks(resources: ResourcesConfig) -> int:
 def check_resources(resources: ResourcesConfig, train: TrainConfig) -> None:
     """Raises `ConfigError` for forms that the settings alone rule out."""
     mesh_of(resources)
-    if resources.tp > 1 and train.lora is not None:
-        raise ConfigError(f"resources.tp {resources.tp} trains all parameters: set train.lora to null, or use resources.fsdp")
+    if resources.tp > 1 and resources.memory_efficient_init and train.lora is not None:
+        raise ConfigError(
+            f"resources.tp {resources.tp} with an adapter needs the base model's weights: set resources.memory_efficient_init to false"
+        )
     if resources.cpu_offload and resources.fsdp == 1:
         raise ConfigError("resources.cpu_offload keeps shards in the CPU's memory: set resources.fsdp above 1")
     if resources.memory_efficient_init and not any(getattr(resources, name) > 1 for name in ("fsdp", "tp", "ep")):
