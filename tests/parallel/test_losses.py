@@ -57,11 +57,11 @@ def learned(rank: int, folder: Path, sizes: dict[str, int] | None, world_size: i
         settings: dict[str, Any] = {"model_cls": "AutoModelForSequenceClassification", "num_labels": 1} if loss in OF_SCORES else {}
         model = TransformersModel(folder, group=group, device_mesh=mesh, mixed_precision="no", **settings)
         model.set_optimizer("SGD", lr=0.1)
-        model.set_loss(loss, **LOSSES[loss])
         rows = rows_for(loss)
         try:
+            model.set_loss(loss, **LOSSES[loss])
             output = model.forward_backward(rows, **inputs_for(loss, rows))
-            found[loss] = (output.loss, model.clip_grad_and_step(1e9), model.get_state_dict())
+            found[loss] = (output.loss, float(model.clip_grad_and_step(1e9)), model.get_state_dict())
         except ConfigError as error:
             found[loss] = str(error)
     return found
