@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 STAGE = Stage(
     name="train",
-    version=3,
+    version=4,
     modules=(
         "twinkle_core.dataloader",
         "twinkle_core.infra.dispatch",
