@@ -8,7 +8,7 @@ model's chat form, learnt on the assistant's turns. AdamW at 1e-4, norms clipped
 Peers run in environments of their own; one that is not given is left out.
 
 Alike for all: rows, model, threads, optimizer, about as many tokens a step (four padded rows have 870, a packed one 1,010).
-For the peers: TRL packed runs without its default checkpointing, which costs it a fifth here. Against them: twinkle-kit cannot turn
+For the peers: TRL packed runs without its default checkpointing, which would cost it time. Against them: twinkle-kit cannot turn
 checkpointing off in its constructor and packs only with flash attention, and TRL's packed rows take a dense mask on a CPU.
 """
 
