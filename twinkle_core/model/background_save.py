@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import tempfile
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from storage.scratch import scratch_folder
 from storage.store import open_store
 from storage.transfer import upload_folder
 from twinkle_core.errors import TrainingError
@@ -45,8 +44,8 @@ class BackgroundSave:
 
     def _run(self, snapshot: Snapshot, store_url: str, prefix: str) -> None:
         try:
-            with tempfile.TemporaryDirectory(prefix="checkpoint-") as scratch:
-                write_snapshot(snapshot, Path(scratch))
-                self._files = upload_folder(open_store(store_url), Path(scratch), prefix)
+            with scratch_folder() as scratch:
+                write_snapshot(snapshot, scratch)
+                self._files = upload_folder(open_store(store_url), scratch, prefix)
         except Exception as error:  # the edge of the thread: kept for whoever asks for the result
             self._error = error

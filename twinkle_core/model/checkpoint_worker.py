@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,11 +100,12 @@ class CheckpointWorker:
         return folder
 
     def restore_from(self, store_url: str, prefix: str, entries: Sequence[FileEntry], adapter_name: str | None) -> None:
+        from storage.scratch import scratch_folder
         from storage.store import open_store
 
-        with tempfile.TemporaryDirectory(prefix="restore-") as scratch:
+        with scratch_folder() as scratch:
             with together(self.world_size):
-                stored = StoredCheckpoint(open_store(store_url), prefix, entries, Path(scratch))
+                stored = StoredCheckpoint(open_store(store_url), prefix, entries, scratch)
             self._restore(stored.folder, False, adapter_name, stored.fetch)
 
     def restore(self, folder: str, only_weights: bool, adapter_name: str | None) -> None:
