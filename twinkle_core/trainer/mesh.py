@@ -15,6 +15,7 @@ from twinkle_core.device_mesh import DeviceMesh
 from twinkle_core.errors import ConfigError, DataError
 
 SIZES = ("fsdp", "tp", "cp", "ulysses", "ep")
+RECURRENT = "recurrent layers"
 SPREAD_EXPERTS = ("qwen3_moe",)
 """Model types whose experts can be spread over ranks (`model.parallel.expert_parallel.KNOWN`)."""
 
@@ -86,11 +87,24 @@ def check_model(resources: ResourcesConfig, config: Mapping[str, Any]) -> None:
             raise ConfigError(f"resources.ep {r.ep} is for models with experts ({', '.join(SPREAD_EXPERTS)}); the base model is '{kind}'")
         if isinstance(experts, int) and experts % r.ep:
             raise ConfigError(f"resources.ep {r.ep} does not divide the {experts} experts of the base model ('{kind}')")
-    if r.cp > 1 and (text.get("attention_dropout") or "sliding_attention" in (text.get("layer_types") or ())):
-        raise ConfigError(
-            f"resources.cp {r.cp}: the base model ('{kind}') has attention dropout or sliding-window layers, which ring attention "
-            "does not compute; use resources.ulysses"
-        )
+    for name, size in (("cp", r.cp), ("ulysses", r.ulysses)):
+        if size > 1 and (why := _needs_whole_rows(text, is_ring=name == "cp")):
+            instead = "resources.fsdp" if why == RECURRENT else "resources.ulysses"
+            raise ConfigError(f"resources.{name} {size}: the base model ('{kind}') has {why}, which it does not compute; use {instead}")
+
+
+def _needs_whole_rows(text: Mapping[str, Any], *, is_ring: bool) -> str | None:
+    """What of a model's layers is not computed on parts of a row: as `ulysses.check_supported` and `ring.check_supported` find it."""
+    layers = text.get("layer_types") or ()
+    if "linear_attention" in layers:
+        return RECURRENT
+    found = {
+        "attention dropout": text.get("attention_dropout"),
+        "sliding-window layers": "sliding_attention" in layers,
+        "soft-capped attention": text.get("attn_logit_softcapping") is not None,
+        "latent attention": text.get("kv_lora_rank") is not None,
+    }
+    return next((what for what, is_there in found.items() if is_there), None) if is_ring else None
 
 
 def read_model_config(folder: Path) -> dict[str, Any] | None:
