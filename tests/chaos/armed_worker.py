@@ -37,7 +37,7 @@ class ArmedWorker(TransformersWorker):
         for name in WORKER_EVENTS:
             setattr(self, name, trigger.wrap(f"worker {self.rank}", name, getattr(self, name)))
         trigger.patch("writer", checkpoint_files, "save_file", half=_half_of(checkpoint_files.save_file, argument=1))
-        trigger.patch("writer", checkpoint_files, "write_json", half=_half_of(checkpoint_files.write_json, argument=0))
+        trigger.patch("writer", checkpoint_files, "write_text", half=_half_of(checkpoint_files.write_text, argument=0))
         trigger.patch("uploader", FileStore, "upload", half=_upload_half)
         _patch_s3(trigger)
 
@@ -51,7 +51,7 @@ class ArmedWorker(TransformersWorker):
         if torch.is_grad_enabled() and inputs[0].numel() % ROW_TOKENS == 0:
             self._seen += [zlib.crc32(row.numpy().tobytes()) for row in inputs[0].reshape(-1, ROW_TOKENS)]
 
-    def forward_backward(self, *args: Any) -> tuple[float, int, float]:
+    def forward_backward(self, *args: Any) -> tuple[int, float, float]:
         self._seen = []
         step = self.state().step + 1
         answer = super().forward_backward(*args)

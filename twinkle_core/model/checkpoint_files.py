@@ -66,13 +66,18 @@ def write_snapshot(snapshot: Snapshot, folder: Path) -> None:
     for name, tensors in snapshot.tensors.items():
         write_tensors(tensors, folder / name)
     for name, text in snapshot.texts.items():
-        (folder / name).write_text(text)
-        sync(folder / name)
+        write_text(folder / name, text)
 
 
 def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     """A file of contiguous CPU tensors, flushed to disk."""
     save_file(tensors, path, {"format": "pt"})
+    sync(path)
+
+
+def write_text(path: Path, text: str) -> None:
+    """A file of text, flushed to disk."""
+    path.write_text(text)
     sync(path)
 
 
