@@ -89,8 +89,8 @@ def _write_parted(worker: CheckpointWorker, draft: Path, state: AdapterState, sa
                 f"rank {worker.rank} does not see {draft}, which rank 0 made: save a model that lies in parts into a folder that all "
                 "machines share, or into a store (begin_save)"
             )
-    if worker.rank == 0:
-        (draft / files.OPTIMIZER_FOLDER).mkdir()
+        if worker.rank == 0:
+            (draft / files.OPTIMIZER_FOLDER).mkdir()
     _write_weights(worker, draft, state)
     if save_optimizer:
         write_parts(draft / files.OPTIMIZER_FOLDER, state.ready()[0].tensors(), worker.rank, worker.world_size)
@@ -114,11 +114,14 @@ def _write_weights(worker: CheckpointWorker, draft: Path, state: AdapterState) -
         with together(worker.world_size):
             if worker.rank == 0:
                 files.write_snapshot(files.Snapshot(tensors={name: whole}), draft)
-    if worker.rank == 0 and len(groups) > 1:
-        total = sum(parameter.numel() * parameter.element_size() for parameter in weights.values())
-        places = {key: name for name, group in zip(names, groups, strict=True) for key in group}
-        files.write_json(draft / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": places})
-        files.sync(draft / INDEX_FILE)
+    if len(groups) == 1:
+        return
+    with together(worker.world_size):
+        if worker.rank == 0:
+            total = sum(parameter.numel() * parameter.element_size() for parameter in weights.values())
+            places = {key: name for name, group in zip(names, groups, strict=True) for key in group}
+            files.write_json(draft / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": places})
+            files.sync(draft / INDEX_FILE)
 
 
 def _groups(parameters: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
