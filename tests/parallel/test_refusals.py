@@ -9,6 +9,7 @@ from typing import Any
 
 import peft
 import pytest
+import torch
 
 from tests.model.tiny_models import CONFIGS, packed_row, save_model
 from tests.parallel.bodies import open_model
@@ -16,6 +17,7 @@ from tests.parallel.oracle import packed_rows
 from tests.parallel.ranks import run_ranks
 from twinkle_core.errors import ConfigError, TwinkleError
 from twinkle_core.model import loading
+from twinkle_core.model.parallel import sharded_loading
 
 Attempt = tuple[str, dict[str, int], dict[str, Any], str]
 """Architecture, sizes, settings, and the message."""
@@ -102,6 +104,26 @@ def test_an_adapter_that_cannot_lie_so_is_refused_when_it_is_added(folders: dict
     for answers in run_ranks(2, adding, tmp_path, folders):
         for message, (name, sizes, _, _, expected) in zip(answers, ADAPTERS, strict=True):
             assert re.match(f"ConfigError: .*{expected}", message), f"{name} {sizes}: {message}"
+
+
+def unreadable(rank: int, folder: Path) -> list[str]:
+    """What each rank hears when one alone cannot read the weights: rank 1 its slices, rank 0 the whole that it would send."""
+    messages = []
+    with pytest.MonkeyPatch.context() as patch:
+        names = sharded_loading.weight_files(folder)
+        gone = dict.fromkeys(names, folder / "gone.safetensors")
+        patch.setattr(sharded_loading, "weight_files", lambda _: gone if rank == 1 else names)
+        messages.append(message_of(lambda: open_model(rank, folder, {"fsdp_size": 2}, **EFFICIENT)))
+        patch.setattr(sharded_loading, "weight_files", lambda _: {})
+        patch.setattr(sharded_loading, "load_base", lambda *_: torch.nn.Linear(1, 1))
+        messages.append(message_of(lambda: open_model(rank, folder, {"fsdp_size": 2}, **EFFICIENT)))
+    return messages
+
+
+def test_weights_that_one_rank_cannot_read_are_told_on_every_rank(folders: dict[str, Path], tmp_path: Path) -> None:
+    for slices, sent in run_ranks(2, unreadable, tmp_path, folders["llama"], limit_seconds=20):
+        assert re.match("DamagedError: .*gone.safetensors: .* cannot be read", slices), slices
+        assert re.match("ConfigError: memory_efficient_init finds no lm_head.weight", sent), sent
 
 
 def whole_rows(rank: int, folder: Path) -> list[str]:

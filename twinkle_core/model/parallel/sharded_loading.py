@@ -8,12 +8,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from twinkle_core.errors import ConfigError, DamagedError, TwinkleError
+from twinkle_core.errors import ConfigError, DamagedError
 from twinkle_core.model.loading import load_base
+from twinkle_core.model.parallel.agreement import together
 from twinkle_core.model.parallel.whole_tensors import local_slices
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -21,14 +22,17 @@ SINGLE_FILE = "model.safetensors"
 
 
 def weight_files(folder: str | Path) -> dict[str, Path]:
-    """Tensor name → safetensors file that has it; empty where the folder's weights have another form."""
+    """Tensor name → safetensors file that has it; empty where the folder's weights have another form. Raises `DamagedError`."""
     base = Path(folder)
-    if (base / INDEX_FILE).is_file():
-        return {name: base / file for name, file in json.loads((base / INDEX_FILE).read_text())["weight_map"].items()}
-    if not (base / SINGLE_FILE).is_file():
-        return {}
-    with safe_open(base / SINGLE_FILE, "pt") as file:
-        return dict.fromkeys(file.keys(), base / SINGLE_FILE)
+    try:
+        if (base / INDEX_FILE).is_file():
+            return {name: base / file for name, file in json.loads((base / INDEX_FILE).read_text())["weight_map"].items()}
+        if not (base / SINGLE_FILE).is_file():
+            return {}
+        with safe_open(base / SINGLE_FILE, "pt") as file:
+            return dict.fromkeys(file.keys(), base / SINGLE_FILE)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise DamagedError(f"the list of tensors in {base} cannot be read ({error!r}): fetch the model again") from error
 
 
 def fill(model: PreTrainedModel, folder: str | Path, device: torch.device) -> None:
@@ -39,7 +43,8 @@ def fill(model: PreTrainedModel, folder: str | Path, device: torch.device) -> No
     empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if any(".base_layer." in name for name in empty):
         raise ConfigError("memory_efficient_init fills the base model before an adapter is added: add the adapter afterwards")
-    files = weight_files(folder)
+    with together(dist.get_world_size()):
+        files = weight_files(folder)
     if all(name in files for name in empty):
         fill_from_files(model, files, device)
     else:
@@ -47,17 +52,25 @@ def fill(model: PreTrainedModel, folder: str | Path, device: torch.device) -> No
 
 
 def fill_from_files(model: PreTrainedModel, files: Mapping[str, Path], device: torch.device) -> None:
-    """Gives every empty parameter its slice, read from `files`; nothing else is read. Raises `DamagedError` naming a bad file or tensor."""
+    """Gives every empty parameter its slice, read from `files`; nothing else is read. Collective.
+
+    Raises `DamagedError` naming a bad file or tensor, on every rank.
+    """
 
     def read(name: str, parameter: torch.Tensor) -> torch.Tensor:
-        with safe_open(files[name], "pt") as file:
-            stored = file.get_slice(name)
-            if list(stored.get_shape()) != list(parameter.shape):
-                raise DamagedError(f"{files[name]}: {name} is {list(stored.get_shape())}, the model has {list(parameter.shape)}")
-            part: torch.Tensor = stored[local_slices(parameter)]
+        try:
+            with safe_open(files[name], "pt") as file:
+                stored = file.get_slice(name)
+                shape = list(stored.get_shape())
+                part: torch.Tensor | None = stored[local_slices(parameter)] if shape == list(parameter.shape) else None
+        except (OSError, SafetensorError) as error:
+            raise DamagedError(f"{files[name]}: {name} cannot be read ({error}): fetch the model again") from error
+        if part is None:
+            raise DamagedError(f"{files[name]}: {name} is {shape}, the model has {list(parameter.shape)}")
         return part
 
-    _fill(model, read, device)
+    with together(dist.get_world_size()):
+        _fill(model, read, device)
 
 
 def fill_from_rank_0(model: PreTrainedModel, folder: str | Path, device: torch.device) -> None:
@@ -66,15 +79,12 @@ def fill_from_rank_0(model: PreTrainedModel, folder: str | Path, device: torch.d
     What rank 0 raises is raised on every rank.
     """
     whole: dict[str, torch.Tensor] = {}
-    errors: list[Exception | None] = [None]
-    if dist.get_rank() == 0:
-        try:
+    with together(dist.get_world_size()):
+        if dist.get_rank() == 0:
             whole = {name: parameter.detach() for name, parameter in load_base(folder, torch.device("cpu")).named_parameters()}
-        except (OSError, TwinkleError) as error:
-            errors = [error]
-    dist.broadcast_object_list(errors, src=0)
-    if errors[0] is not None:
-        raise errors[0]
+            missing = sorted({name for name, parameter in model.named_parameters() if parameter.is_meta} - whole.keys())
+            if missing:
+                raise ConfigError(f"memory_efficient_init finds no {missing[0]} in {folder}: set it to False")
 
     def receive(name: str, parameter: torch.Tensor) -> torch.Tensor:
         buffer = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
