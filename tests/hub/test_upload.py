@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -155,3 +156,14 @@ def test_uploads_behind_training_raise_when_they_are_waited_for_once(
         uploads.wait()
     assert "upload to" in caplog.text and "wrong" not in caplog.text
     uploads.wait()
+
+
+def test_who_waits_for_an_upload_may_look_in_between(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = threading.Event()
+    monkeypatch.setattr(upload, "upload_model_folder", lambda *_: str(done.wait(30)))
+    uploads = BackgroundUploads()
+    assert uploads.wait(0.0), "none was begun"
+    uploads.begin(folder, "org/name", TOKEN)
+    assert not uploads.wait(0.01)
+    done.set()
+    assert uploads.wait(30)

@@ -1,6 +1,7 @@
 """What `TransformersModel` takes and gives: models from ids and settings, inputs of all kinds, losses, patches, processors."""
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from twinkle_core.config import LoraConfig
 from twinkle_core.dataset.input_feature import input_feature
 from twinkle_core.errors import ConfigError, DataError, StorageError
 from twinkle_core.loss.base import LossInputs, LossOutput, ModelOutputs
-from twinkle_core.model import TransformersModel
+from twinkle_core.model import TransformersModel, saving
 from twinkle_core.processor import InputProcessor
 
 TEMPLATE = (
@@ -319,3 +320,31 @@ def test_an_upload_needs_a_folder_and_a_hub(folder: Path, tmp_path: Path) -> Non
         model.upload_to_hub(tmp_path, "s3://org/name")
     with pytest.raises(ConfigError, match=r"nowhere does not exist on the machine of worker 0"):
         model.upload_to_hub(tmp_path / "nowhere", "org/name")
+
+
+def test_no_call_to_the_workers_lasts_as_long_as_an_upload(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ranks wait in each call for worker 0's answer, and not for ever."""
+    from twinkle_core.hub import upload
+
+    model = build(folder)
+    looks: list[int] = []
+
+    def slow(*_: Any) -> str:
+        deadline = time.monotonic() + 30
+        while len(looks) < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        raise StorageError("the hub is away")
+
+    call = model._group.call
+
+    def noted(method: str, *args: Any, **settings: Any) -> Any:
+        looks.extend([1] if method == "wait_for_upload" else [])
+        return call(method, *args, **settings)
+
+    monkeypatch.setattr(upload, "upload_model_folder", slow)
+    monkeypatch.setattr(saving, "WAIT_SECONDS", 0.02)
+    monkeypatch.setattr(model._group, "call", noted)
+    with pytest.raises(StorageError, match="the hub is away"):
+        model.upload_to_hub(tmp_path, "org/name")
+    assert len(looks) >= 3
+    model.shutdown()

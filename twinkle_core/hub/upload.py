@@ -6,7 +6,7 @@ import logging
 import re
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from storage.fingerprint import folder_files
@@ -67,12 +67,16 @@ class BackgroundUploads:
         upload.add_done_callback(lambda done: _log_failure(done, target))
         self._begun.append(upload)
 
-    def wait(self) -> None:
-        """Until all are done. Raises what the first one that failed raised; each is raised once."""
+    def wait(self, seconds: float | None = None) -> bool:
+        """Whether all are done, after at most `seconds` (None: once they are). Raises what the first one that failed raised; each is
+        raised once."""
+        if wait(self._begun, timeout=seconds).not_done:
+            return False
         begun, self._begun = self._begun, []
         errors = [error for error in (upload.exception() for upload in begun) if error is not None]
         if errors:
             raise errors[0]
+        return True
 
 
 def _log_failure(upload: Future[str], target: str) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from twinkle_core.errors import ConfigError
+from twinkle_core.errors import ConfigError, TwinkleError
 from twinkle_core.model import checkpoint_files as files
 from twinkle_core.model.adapter_state import AdapterState
 from twinkle_core.model.host_copies import HostCopies
@@ -119,8 +119,8 @@ class CheckpointWorker:
             saved = read_saved(folder, state, self.model, only_weights=only_weights, fetch=fetch)
         saved.apply(state)
 
-    def upload_to_hub(self, folder: str, repository: str, token: str | None, in_background: bool) -> None:
-        """From worker 0, whose machine has the folder."""
+    def upload_to_hub(self, folder: str, repository: str, token: str | None) -> None:
+        """Begins it, from worker 0, whose machine has the folder."""
         if self.rank != 0:
             return
         from twinkle_core.hub.upload import BackgroundUploads
@@ -129,13 +129,13 @@ class CheckpointWorker:
             raise ConfigError(f"checkpoint folder {folder} does not exist on the machine of worker 0")
         self._uploads = self._uploads or BackgroundUploads()
         self._uploads.begin(Path(folder), repository, token)
-        if not in_background:
-            self._uploads.wait()
 
-    def wait_for_upload(self) -> None:
-        """Raises what an upload behind training raised."""
-        if self._uploads is not None:
-            self._uploads.wait()
+    def wait_for_upload(self, seconds: float) -> bool | TwinkleError:
+        """Whether uploads are done, after at most `seconds`, or why one failed: an answer, as of `wait_for_save`."""
+        try:
+            return self._uploads is None or self._uploads.wait(seconds)
+        except TwinkleError as error:
+            return error
 
     def load_weights(self, state: AdapterState, weights: Mapping[str, torch.Tensor], source: str) -> None:
         """Into an adapter that was just added, before the model is placed."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from twinkle_core.errors import ConfigError, DamagedError
+from twinkle_core.errors import ConfigError, DamagedError, TwinkleError
 from twinkle_core.infra.group import WorkerGroup
 from twinkle_core.model.metrics import AdapterMetrics
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 TRAINER_STATE_FILE = "trainer_state.json"
 WAIT_SECONDS = 0.5
-"""How long a worker waits for its own part of a save before it asks how the others' went."""
+"""How long a worker waits for its own part of a save, or for an upload, before it asks how the others' went."""
 STATE_KEYS = ("cur_step", "consumed_train_samples", "gradient_accumulation_steps")
 
 
@@ -161,10 +161,21 @@ class ModelSaving:
         from twinkle_core.hub.upload import parse_target
 
         parse_target(hub_model_id)
-        self._uploads = self._uploads or async_upload
-        self._group.call("upload_to_hub", str(Path(checkpoint_dir).absolute()), hub_model_id, hub_token, async_upload)
+        self._group.call("upload_to_hub", str(Path(checkpoint_dir).absolute()), hub_model_id, hub_token)
+        self._uploads = True
+        if not async_upload:
+            self.wait_for_upload()
 
     def wait_for_upload(self) -> None:
-        """Waits for the uploads behind training; raises what one of them raised."""
+        """Waits for the uploads behind training; raises what one of them raised.
+
+        However long they take: no call to the workers lasts longer than a moment, so none of them runs into a time-out.
+        """
         self._uploads = False
-        self._group.call("wait_for_upload")
+        is_done = False
+        while not is_done:
+            answers: Sequence[bool | TwinkleError] = self._group.call("wait_for_upload", WAIT_SECONDS)
+            for answer in answers:
+                if isinstance(answer, TwinkleError):
+                    raise answer
+            is_done = all(answers)
