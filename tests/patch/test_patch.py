@@ -125,3 +125,6 @@ def test_a_patch_that_cannot_be_taken_back_says_so() -> None:
 
     with pytest.raises(ConfigError, match=re.escape("Forever cannot be taken back")), apply_context(torch.nn.Linear(1, 1), Forever()):
         pass
+    module = torch.nn.Linear(1, 1)
+    with pytest.raises(ConfigError, match="which cannot be taken back"), apply_context(module, lambda changed: changed.bias.data.zero_()):  # type: ignore[arg-type]
+        pytest.fail("it was applied")

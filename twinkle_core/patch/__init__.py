@@ -63,8 +63,10 @@ def apply_patch(module: Any, patch: Any, **arguments: Any) -> Any:
 
 @contextmanager
 def apply_context(module: Any, patch: str | type[Patch] | Patch, **arguments: Any) -> Iterator[Any]:
-    """Applies a patch and takes it back at the end, whatever happened in between."""
+    """Applies a patch and takes it back at the end, whatever happened in between. Raises `ConfigError` for what is no `Patch`."""
     made = _named(patch)() if isinstance(patch, str) else patch() if isinstance(patch, type) else patch
+    if not isinstance(made, Patch):
+        raise ConfigError(f"patch is {patch!r}, which cannot be taken back: give a name, or a class of twinkle_core.patch.Patch")
     result = build_patch(made, arguments)(module)
     try:
         yield result

@@ -25,7 +25,8 @@ def from_all(value: Any, world_size: int) -> list[Any]:
 
 @contextmanager
 def together(world_size: int) -> Iterator[None]:
-    """Collective. What is raised inside on any rank is raised on every rank at the end, once all are there: the lowest rank's error.
+    """Collective. What is raised inside on any rank is raised on every rank at the end, once all are there: a rank's own error, or that
+    of the lowest rank that has one.
 
     Nothing inside may wait for another rank.
     """
