@@ -148,6 +148,16 @@ def test_a_missing_an_extra_and_a_misshapen_tensor_are_refused_by_name(base: Pat
         refused(base, folder, DataError, text)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")
+def test_what_was_saved_with_a_gpu_is_resumed_without_one(base: Path, saved: Path, tmp_path: Path):
+    folder = Path(shutil.copytree(saved, tmp_path / "saved"))
+    save_file(load_file(saved / "rng.safetensors") | {"cuda": torch.zeros(16, dtype=torch.uint8)}, folder / "rng.safetensors")
+    there, here = build(base), build(base)
+    there.restore(folder)
+    here.restore(saved)
+    assert train(there, 1, 2) == train(here, 1, 2)
+
+
 @pytest.mark.parametrize("file", ["adapter_model.safetensors", "optimizer.safetensors", "rng.safetensors", "training.json"])
 def test_a_missing_or_cut_file_is_refused_by_name(base: Path, saved: Path, file: str, tmp_path: Path):
     folder = Path(shutil.copytree(saved, tmp_path / "cut"))
