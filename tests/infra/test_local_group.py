@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.infra.workers import Echo
+from tests.infra.workers import Echo, OddError
 from twinkle_core.config import ResourcesConfig
-from twinkle_core.errors import ConfigError, DataError
+from twinkle_core.errors import ConfigError, DataError, TrainingError
 from twinkle_core.infra import open_group
 from twinkle_core.infra.local_group import LocalGroup
 
@@ -37,7 +37,12 @@ def _same_script(rank: int, meeting: str, answers: "multiprocessing.Queue[tuple]
         error = "none"
     except DataError as caught:
         error = str(caught)
-    answers.put((rank, items, total, error))
+    try:
+        group.call("fail_unsent", 1)
+        unsent = "none"
+    except (OddError, TrainingError) as caught:
+        unsent = f"{type(caught).__name__}: {caught}"
+    answers.put((rank, items, total, error, unsent))
 
 
 @pytest.mark.slow
@@ -51,4 +56,4 @@ def test_two_processes_running_the_same_script_get_the_same_answers_and_the_same
     for process in processes:
         process.join(30)
     expected = ([0, 2, 4, 1, 3], [3.0, 3.0], "row 3 of file x is bad")
-    assert got == [(0, *expected), (1, *expected)]
+    assert got == [(0, *expected, "TrainingError: OddError: row 3 is odd"), (1, *expected, "OddError: row 3 is odd")]

@@ -8,6 +8,13 @@ from typing import Any
 from twinkle_core.errors import DataError
 
 
+class OddError(Exception):
+    """Cannot be unpickled."""
+
+    def __init__(self, *, row: int) -> None:
+        super().__init__(f"row {row} is odd")
+
+
 class Echo:
     def __init__(self, *, rank: int, world_size: int) -> None:
         self.rank = rank
@@ -54,3 +61,7 @@ class Echo:
     def fail_oddly(self, rank: int) -> None:
         if self.rank == rank:
             raise KeyError("odd")
+
+    def fail_unsent(self, rank: int) -> None:
+        if self.rank == rank:
+            raise OddError(row=3)

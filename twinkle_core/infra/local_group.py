@@ -5,10 +5,12 @@ Under torchrun every process makes the same calls; each takes its own share and 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
 from twinkle_core.device_mesh import DeviceMesh
+from twinkle_core.errors import TrainingError
 from twinkle_core.infra.dispatch import Collect, Dispatch, collect_results, split_arguments
 from twinkle_core.infra.group import build_worker
 
@@ -61,7 +63,7 @@ class LocalGroup:
         except Exception as caught:  # the edge of the worker: peers wait for this rank's answer and must hear of its error
             error = caught
         answers: list[Any] = [None] * self.world_size
-        dist.all_gather_object(answers, (result, error))
+        dist.all_gather_object(answers, (result, None if error is None else _sendable(error)))
         if error is not None:
             raise error
         for rank, (_, other) in enumerate(answers):
@@ -73,3 +75,13 @@ class LocalGroup:
     def shutdown(self) -> None:
         """Drops the worker. The process group stays: it belongs to the process."""
         self._worker = None
+
+
+def _sendable(error: Exception) -> Exception:
+    """The error, or its words where it cannot be sent: the other ranks would fail on it, or wait. What can be copied can be sent."""
+    words = TrainingError(f"{type(error).__name__}: {error}")
+    try:
+        copy.deepcopy(error)
+    except Exception:  # whatever a user's class raises there
+        return words
+    return words if "<locals>" in type(error).__qualname__ else error
