@@ -93,6 +93,7 @@ OTHER = {
     "source": "elsewhere",
     "uri": "elsewhere.jsonl",
     "num_proc": 3,
+    "activation_checkpointing": "full",
 }
 
 
