@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
 from tests.model.tiny_models import batch, packed_row, save_model
 from tests.parallel.ranks import run_ranks
@@ -19,6 +20,7 @@ from twinkle_core.dataloader import DataLoader
 from twinkle_core.errors import ConfigError
 from twinkle_core.infra.local_group import LocalGroup
 from twinkle_core.model import TRANSFORMERS_WORKER, TransformersModel
+from twinkle_core.model.parallel.sharded_files import write_parts
 
 CASES = Path(__file__).parents[3] / "shared" / "cases"
 shared = pytest.mark.skipif(not CASES.is_dir(), reason="the shared cases are not here")
@@ -92,6 +94,24 @@ def test_our_own_files_cut_anywhere_are_noticed(two_saves: Path, file: str, left
     assert found.path == out / "checkpoint-step-1"
     (problem,) = found.problems
     assert file in problem
+
+
+def test_moments_in_parts_are_as_good_as_whole_ones(two_saves: Path, tmp_path: Path) -> None:
+    """As a model that lies in parts on its workers is saved."""
+    out = shutil.copytree(two_saves, tmp_path / "out")
+    newest = out / "checkpoint-step-2"
+    (newest / "optimizer").mkdir()
+    write_parts(newest / "optimizer", load_file(newest / "optimizer.safetensors"), 0, 1)
+    (newest / "optimizer.safetensors").unlink()
+    assert newest_whole_folder(out).path == newest
+    part = newest / "optimizer" / "whole.safetensors"
+    data = part.read_bytes()
+    part.write_bytes(data[:-1])
+    assert f"optimizer/whole.safetensors has {len(data) - 1} bytes, not {len(data)}" in newest_whole_folder(out).problems[0]
+    part.unlink()
+    assert "optimizer/index.json names files that are missing: whole.safetensors" in newest_whole_folder(out).problems[0]
+    (newest / "optimizer" / "index.json").unlink()
+    assert "optimizer/index.json is missing" in newest_whole_folder(out).problems[0]
 
 
 def test_no_whole_folder_is_none_and_a_wrong_place_is_named(tmp_path: Path) -> None:

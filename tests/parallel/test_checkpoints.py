@@ -23,6 +23,7 @@ from storage.store import open_store
 from tests.model.tiny_models import SIZES, batch, save_model
 from tests.parallel.ranks import run_ranks
 from twinkle_core.checkpoint.export import export
+from twinkle_core.checkpoint.folders import folder_problems
 from twinkle_core.config import ExportConfig, LoraConfig
 from twinkle_core.device_mesh import DeviceMesh
 from twinkle_core.errors import DamagedError, DataError
@@ -297,6 +298,9 @@ def test_a_rank_that_fails_is_heard_by_all_at_once_and_the_next_save_works(tmp_p
         assert "model.safetensors" in heard["by hand"], "weights by hand are whole"
         assert {f"optimizer/{name}" for name in ("index.json", "part-00000-of-00002.safetensors")} < set(heard["by hand"])
         assert len(heard["cut"]) > 3 and "model.safetensors.index.json" in heard["cut"]
+    assert folder_problems(tmp_path / "by-hand" / "cut") == []
+    (problem,) = folder_problems(tmp_path / "by-hand" / "x")
+    assert problem.startswith("optimizer/part-00001-of-00002.safetensors has "), "which was cut short"
     left = [path.name for path in (tmp_path / "by-hand").iterdir()]
     assert sorted(left) == ["cut", "x"], "no draft of a failed save is left"
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "by-hand" / "cut", dtype=torch.float32)

@@ -14,7 +14,9 @@ from typing import Any
 
 from twinkle_core.errors import ConfigError
 
-WEIGHTS = ("adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json")
+WEIGHTS = ("adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json", "weights/index.json")
+PARTED = ("weights", "optimizer")
+"""Folders of tensors in parts, each with an `index.json` (`model.parallel.sharded_files`)."""
 STATE_FILE = "trainer_state.json"
 INDEX_SUFFIX = ".safetensors.index.json"
 _NUMBERED = re.compile(r"(?:checkpoint|checkpoint-step|step)-(\d+)")
@@ -56,11 +58,12 @@ def folder_problems(folder: Path) -> list[str]:
         problems.append(f"no weights ({', '.join(WEIGHTS)})")
     if (folder / WEIGHTS[0]).exists() and (folder / "training.json").exists() and not (folder / "adapter_config.json").exists():
         problems.append("adapter_config.json is missing")
-    parts = {"training.json": ("optimizer.safetensors", "rng.safetensors"), "optimizer.safetensors": ("training.json",)}
+    moments = "optimizer/index.json" if (folder / "optimizer").is_dir() else "optimizer.safetensors"
+    parts = {"training.json": (moments, "rng.safetensors"), moments: ("training.json",)}
     for name, others in parts.items():
         if (folder / name).exists():
             problems += [f"{other} is missing" for other in others if not (folder / other).exists()]
-    for path in sorted(folder.iterdir()):
+    for path in sorted(path for place in (folder, *(folder / name for name in PARTED)) if place.is_dir() for path in place.iterdir()):
         problem = None
         if path.suffix == ".safetensors":
             problem = _tensors_problem(path)
@@ -68,7 +71,7 @@ def folder_problems(folder: Path) -> list[str]:
             problem = _json_problem(path)
         elif path.is_file() and path.stat().st_size == 0 and not path.name.startswith("."):
             problem = "is empty"
-        problems += [f"{path.name} {problem}"] if problem else []
+        problems += [f"{path.relative_to(folder).as_posix()} {problem}"] if problem else []
     return list(dict.fromkeys(problems))
 
 
@@ -77,14 +80,21 @@ def _json_problem(path: Path) -> str | None:
         value: Any = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         return f"cannot be read ({error})"
-    if not path.name.endswith(INDEX_SUFFIX):
-        return None
     try:
-        shards = sorted(set(value["weight_map"].values()))
+        shards = sorted(_named_files(path.name, value))
     except (KeyError, TypeError, AttributeError):
         return "names no shards"
     missing = [name for name in shards if not (path.parent / name).exists()]
     return f"names files that are missing: {', '.join(missing[:5])}" if missing else None
+
+
+def _named_files(name: str, value: Any) -> set[str]:
+    """The files that an index names; none of what is no index."""
+    if name.endswith(INDEX_SUFFIX):
+        return set(value["weight_map"].values())
+    if name == "index.json":
+        return {part["file"] for entry in value["tensors"].values() for part in entry["parts"]}
+    return set()
 
 
 def _tensors_problem(path: Path) -> str | None:
