@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -147,10 +148,10 @@ class Attempt:
             try:
                 head, version = read_head(store, train_key)
                 if version is None:
-                    head, problems = rebuilt_head(store, train_key, "is missing")
+                    head, problems = rebuilt_head(store, train_key, None)
             except DamagedError as error:
                 version = store.get_versioned(layout.head_key(train_key))[1]
-                head, problems = rebuilt_head(store, train_key, f"was damaged ({error.__cause__})")
+                head, problems = rebuilt_head(store, train_key, str(error.__cause__))
             mine = replace(head, epoch=head.epoch + 1)
             if store.compare_and_swap(layout.head_key(train_key), mine.to_json(), version):
                 return cls(store, train_key, mine, problems)
@@ -186,19 +187,23 @@ class Attempt:
         """Writes the manifest, moves HEAD to it, then deletes the checkpoints that `keep` no longer lists.
 
         The caller has verified `files`. Manifest and HEAD are read back: what a store did not keep is not believed, and nothing is
-        deleted on its word. Raises `FencedError`, with nothing visible changed, when a newer attempt has begun.
+        deleted on its word. What then cannot be deleted is left to `artifacts gc`: the checkpoint is committed all the same. Committing a
+        step again, because nobody could tell that it was done, writes the same bytes. Raises `FencedError`, with nothing visible changed,
+        when a newer attempt has begun.
         """
         head, version = self.check_current()
-        parent = head.checkpoints[0].manifest if head.checkpoints else None
+        older = tuple(line for line in head.checkpoints if line.step < step)
+        parent = older[0].manifest if older else None
         manifest = Manifest(step=step, epoch=self.epoch, prefix=self.prefix(step), parent=parent, files=files, state=state)
         data = manifest.to_json()
         self.store.put(manifest.key, data)
         self._read_back(manifest.key, data)
         mine = Committed(step=step, manifest=manifest.key, sha256=digest_bytes(data))
-        kept, gone = keep((mine, *(line for line in head.checkpoints if line.step < step)))
+        kept, gone = keep((mine, *older))
         self._move_head(replace(head, checkpoints=kept), version, mine)
         for line in gone:
-            self._delete(line)
+            with suppress(OSError):
+                self._delete(line)
         return manifest
 
     def _move_head(self, head: Head, version: str | None, mine: Committed) -> None:
