@@ -187,11 +187,12 @@ class Attempt:
         """Writes the manifest, moves HEAD to it, then deletes the checkpoints that `keep` no longer lists.
 
         The caller has verified `files`. Manifest and HEAD are read back: what a store did not keep is not believed, and nothing is
-        deleted on its word. What then cannot be deleted is left to `artifacts gc`: the checkpoint is committed all the same. Committing a
-        step again, because nobody could tell that it was done, writes the same bytes. Raises `FencedError`, with nothing visible changed,
-        when a newer attempt has begun.
+        deleted on its word. What then cannot be deleted is left to `artifacts gc`: the checkpoint is committed all the same. Raises
+        `FencedError`, with nothing visible changed, when a newer attempt has begun.
         """
         head, version = self.check_current()
+        if (standing := self._standing(head, step, files)) is not None:
+            return standing
         older = tuple(line for line in head.checkpoints if line.step < step)
         parent = older[0].manifest if older else None
         manifest = Manifest(step=step, epoch=self.epoch, prefix=self.prefix(step), parent=parent, files=files, state=state)
@@ -205,6 +206,17 @@ class Attempt:
             with suppress(OSError):
                 self._delete(line)
         return manifest
+
+    def _standing(self, head: Head, step: int, files: tuple[FileEntry, ...]) -> Manifest | None:
+        """The checkpoint of this step, where this attempt committed it and the store did not say so: a manifest that HEAD lists is not
+        written again, for between that and the move of HEAD it would look damaged."""
+        key = layout.checkpoint_manifest_key(self.prefix(step))
+        digests = [line.sha256 for line in head.checkpoints if line.manifest == key]
+        if not digests or not self.store.exists(key):
+            return None
+        data = self.store.get(key)
+        manifest = Manifest.from_json(data) if digest_bytes(data) == digests[0] else None
+        return manifest if manifest is not None and manifest.files == files else None
 
     def _move_head(self, head: Head, version: str | None, mine: Committed) -> None:
         """Raises `FencedError` when another moved it, `DamagedError` when the store says that it is moved and it is not."""
