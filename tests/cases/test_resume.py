@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
 from tests.model.tiny_models import batch, packed_row, save_model
 from tests.parallel.ranks import run_ranks
@@ -19,6 +20,7 @@ from twinkle_core.dataloader import DataLoader
 from twinkle_core.errors import ConfigError
 from twinkle_core.infra.local_group import LocalGroup
 from twinkle_core.model import TRANSFORMERS_WORKER, TransformersModel
+from twinkle_core.model.parallel.sharded_files import write_parts
 
 CASES = Path(__file__).parents[3] / "shared" / "cases"
 shared = pytest.mark.skipif(not CASES.is_dir(), reason="the shared cases are not here")
@@ -92,6 +94,27 @@ def test_our_own_files_cut_anywhere_are_noticed(two_saves: Path, file: str, left
     assert found.path == out / "checkpoint-step-1"
     (problem,) = found.problems
     assert file in problem
+
+
+@pytest.mark.parametrize("damage", ["none", "index missing", "index cut", "part missing", "part cut", "training.json missing"])
+def test_a_folder_of_a_model_that_lies_in_parts_is_whole_with_all_of_them(two_saves: Path, damage: str, tmp_path: Path) -> None:
+    """RS07 where every worker wrote its part of the optimizer's state."""
+    out = shutil.copytree(two_saves, tmp_path / "out")
+    newest = out / "checkpoint-step-2"
+    moments = load_file(newest / "optimizer.safetensors")
+    (newest / "optimizer.safetensors").unlink()
+    (newest / "optimizer").mkdir()
+    write_parts(newest / "optimizer", moments, 0, 1)
+    files = {"index": newest / "optimizer" / "index.json", "part": newest / "optimizer" / "whole.safetensors"}
+    name, _, kind = damage.partition(" ")
+    path = files.get(name, newest / name)
+    if kind == "missing":
+        path.unlink()
+    elif kind == "cut":
+        path.write_bytes(path.read_bytes()[:-3])
+    found = newest_whole_folder(out)
+    assert found.path == (newest if damage == "none" else out / "checkpoint-step-1")
+    assert damage == "none" or path.name in found.problems[0]
 
 
 def test_no_whole_folder_is_none_and_a_wrong_place_is_named(tmp_path: Path) -> None:

@@ -17,6 +17,9 @@ from twinkle_core.errors import ConfigError
 WEIGHTS = ("adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json")
 STATE_FILE = "trainer_state.json"
 INDEX_SUFFIX = ".safetensors.index.json"
+PARTED = ("weights", "optimizer")
+"""Folders of tensors of which several workers wrote parts (`model.parallel.sharded_files`), in place of one file."""
+PARTS_INDEX = "index.json"
 _NUMBERED = re.compile(r"(?:checkpoint|checkpoint-step|step)-(\d+)")
 _HEADER_LENGTH_BYTES = 8
 
@@ -52,24 +55,29 @@ def newest_whole_folder(output_dir: str | Path) -> FoundFolder:
 def folder_problems(folder: Path) -> list[str]:
     """What is missing from a folder, or cut short. [] means that it can be loaded as far as lengths tell."""
     problems = [] if (folder / STATE_FILE).exists() else [f"{STATE_FILE} is missing"]
-    if not any((folder / name).exists() for name in WEIGHTS):
+    parted = [name for name in PARTED if (folder / name).is_dir()]
+    if not any((folder / name).exists() for name in WEIGHTS) and "weights" not in parted:
         problems.append(f"no weights ({', '.join(WEIGHTS)})")
     if (folder / WEIGHTS[0]).exists() and (folder / "training.json").exists() and not (folder / "adapter_config.json").exists():
         problems.append("adapter_config.json is missing")
-    parts = {"training.json": ("optimizer.safetensors", "rng.safetensors"), "optimizer.safetensors": ("training.json",)}
-    for name, others in parts.items():
+    moments = "optimizer" if "optimizer" in parted else "optimizer.safetensors"
+    for name, others in {"training.json": (moments, "rng.safetensors"), moments: ("training.json",)}.items():
         if (folder / name).exists():
             problems += [f"{other} is missing" for other in others if not (folder / other).exists()]
-    for path in sorted(folder.iterdir()):
-        problem = None
-        if path.suffix == ".safetensors":
-            problem = _tensors_problem(path)
-        elif path.suffix == ".json":
-            problem = _json_problem(path)
-        elif path.is_file() and path.stat().st_size == 0 and not path.name.startswith("."):
-            problem = "is empty"
-        problems += [f"{path.name} {problem}"] if problem else []
+    for name in parted:
+        problems += [] if (folder / name / PARTS_INDEX).exists() else [f"{name}/{PARTS_INDEX} is missing"]
+    for path in sorted(path for top in (folder, *(folder / name for name in parted)) for path in top.iterdir()):
+        problem = _file_problem(path)
+        problems += [f"{path.relative_to(folder)} {problem}"] if problem else []
     return list(dict.fromkeys(problems))
+
+
+def _file_problem(path: Path) -> str | None:
+    if path.suffix == ".safetensors":
+        return _tensors_problem(path)
+    if path.suffix == ".json":
+        return _json_problem(path)
+    return "is empty" if path.is_file() and path.stat().st_size == 0 and not path.name.startswith(".") else None
 
 
 def _json_problem(path: Path) -> str | None:
@@ -77,13 +85,16 @@ def _json_problem(path: Path) -> str | None:
         value: Any = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         return f"cannot be read ({error})"
-    if not path.name.endswith(INDEX_SUFFIX):
-        return None
     try:
-        shards = sorted(set(value["weight_map"].values()))
+        if path.name == PARTS_INDEX and path.parent.name in PARTED:
+            files = sorted({part["file"] for entry in value["tensors"].values() for part in entry["parts"]})
+        elif path.name.endswith(INDEX_SUFFIX):
+            files = sorted(set(value["weight_map"].values()))
+        else:
+            return None
     except (KeyError, TypeError, AttributeError):
         return "names no shards"
-    missing = [name for name in shards if not (path.parent / name).exists()]
+    missing = [name for name in files if not (path.parent / name).exists()]
     return f"names files that are missing: {', '.join(missing[:5])}" if missing else None
 
 
