@@ -228,7 +228,7 @@ class ResourcesConfig(Config):
     mode: Literal["ray", "local"] = resource("ray", "Train in a group of Ray actors, or in this process.")
     workers: int = resource(1, "Training workers. Each has rows of its own, but for those that share them along cp, tp or ulysses.", ge=1)
     fsdp: int = resource(1, "Workers that each parameter is sharded over (FSDP2).", ge=1)
-    tp: int = resource(1, "Workers that each layer is split over (tensor parallel); without adapters.", ge=1)
+    tp: int = resource(1, "Workers that each layer is split over (tensor parallel), with LoRA's matrices.", ge=1)
     cp: int = resource(1, "Workers that a packed row is cut over, as a ring (context parallel).", ge=1)
     ulysses: int = resource(1, "Workers, out of the others, that a packed row is cut over, exchanging heads.", ge=1)
     ep: int = resource(1, "Workers, out of the others, that the experts of a layer are spread over.", ge=1)
