@@ -39,7 +39,7 @@ class Plan:
 
     records: list[ArtifactRecord] = field(default_factory=list)
     objects: list[ObjectInfo] = field(default_factory=list)
-    """Files and checkpoint heads, of those records and of work that nobody finished."""
+    """Files, then checkpoint heads, of those records and of work that nobody finished: a manifest without a head is kept (`headless`)."""
     num_kept: int = 0
     held_back: str = ""
     """Why no record is deleted at all, where that is so."""
@@ -121,7 +121,7 @@ def make_plan(
         groups[_place(info.key)].append(info)
     stays = kept | set(unreadable)
     going: list[ObjectInfo] = []
-    for (stage, key, attempt), infos in sorted(groups.items()):
+    for (stage, key, attempt), infos in sorted(groups.items(), key=lambda group: (group[0][2] == HEAD, group[0])):
         abandoned = max(info.modified for info in infos) < oldest_unfinished
         needed = attempt == HEAD or (stage, key, attempt) in listed or (stage, key) in unreadable
         needed = needed or (stage, key) in working.leased  # the computation may go on with a killed one's finished parts, however old

@@ -96,22 +96,25 @@ def test_our_own_files_cut_anywhere_are_noticed(two_saves: Path, file: str, left
     assert file in problem
 
 
-def test_moments_in_parts_are_as_good_as_whole_ones(two_saves: Path, tmp_path: Path) -> None:
-    """As a model that lies in parts on its workers is saved."""
+@pytest.mark.parametrize("damage", ["none", "index missing", "index cut", "part missing", "part cut", "training.json missing"])
+def test_a_folder_of_a_model_that_lies_in_parts_is_whole_with_all_of_them(two_saves: Path, damage: str, tmp_path: Path) -> None:
+    """RS07 where every worker wrote its part of the optimizer's state."""
     out = shutil.copytree(two_saves, tmp_path / "out")
     newest = out / "checkpoint-step-2"
-    (newest / "optimizer").mkdir()
-    write_parts(newest / "optimizer", load_file(newest / "optimizer.safetensors"), 0, 1)
+    moments = load_file(newest / "optimizer.safetensors")
     (newest / "optimizer.safetensors").unlink()
-    assert newest_whole_folder(out).path == newest
-    part = newest / "optimizer" / "whole.safetensors"
-    data = part.read_bytes()
-    part.write_bytes(data[:-1])
-    assert f"optimizer/whole.safetensors has {len(data) - 1} bytes, not {len(data)}" in newest_whole_folder(out).problems[0]
-    part.unlink()
-    assert "optimizer/index.json names files that are missing: whole.safetensors" in newest_whole_folder(out).problems[0]
-    (newest / "optimizer" / "index.json").unlink()
-    assert "optimizer/index.json is missing" in newest_whole_folder(out).problems[0]
+    (newest / "optimizer").mkdir()
+    write_parts(newest / "optimizer", moments, 0, 1)
+    files = {"index": newest / "optimizer" / "index.json", "part": newest / "optimizer" / "whole.safetensors"}
+    name, _, kind = damage.partition(" ")
+    path = files.get(name, newest / name)
+    if kind == "missing":
+        path.unlink()
+    elif kind == "cut":
+        path.write_bytes(path.read_bytes()[:-3])
+    found = newest_whole_folder(out)
+    assert found.path == (newest if damage == "none" else out / "checkpoint-step-1")
+    assert damage == "none" or path.name in found.problems[0]
 
 
 def test_no_whole_folder_is_none_and_a_wrong_place_is_named(tmp_path: Path) -> None:

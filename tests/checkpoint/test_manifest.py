@@ -169,3 +169,37 @@ def test_a_head_that_is_lost_or_put_back_while_training_runs_is_told(store: Stor
     store.delete(f"checkpoints/{KEY}/HEAD.json")
     with pytest.raises(DamagedError, match="is at attempt 0 though attempt 1 runs"):
         save(attempt, 4)
+
+
+def test_what_cannot_be_deleted_costs_no_commit_and_what_is_committed_is_not_written_again(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is kept. If the failed deletion were an error the step would be saved again, over files that HEAD lists by now."""
+    keep = keep_policy(keep_last=1)
+    attempt = Attempt.begin(store, KEY)
+    first = save(attempt, 2, keep)
+
+    def fails(self: Store, key: str) -> None:
+        raise StorageError("no answer")
+
+    monkeypatch.setattr(type(store), "delete", fails)
+    second = save(attempt, 4, keep)
+    head, _ = read_head(store, KEY)
+    assert [line.step for line in head.checkpoints] == [4]
+    assert (second.parent, store.exists(first.key)) == (first.key, True)
+    monkeypatch.undo()
+    before = store.get_versioned(second.key)
+    monkeypatch.setattr(type(store), "compare_and_swap", lambda *_: pytest.fail("HEAD lists it already"))
+    assert save(attempt, 4, keep) == second
+    assert store.get_versioned(second.key) == before
+    assert newest_valid(store, read_head(store, KEY)[0]).manifest == second
+
+
+def test_a_head_that_was_damaged_before_the_first_checkpoint_fences_the_attempt_that_wrote_it(store: Store) -> None:
+    old = Attempt.begin(store, KEY)
+    store.put(f"checkpoints/{KEY}/HEAD.json", b"{")
+    new = Attempt.begin(store, KEY)
+    assert "HEAD.json" in new.problems[0] and new.head.checkpoints == ()
+    with pytest.raises(FencedError, match="attempt 1 was overtaken"):
+        save(old, 2)
+    assert save(new, 2).step == 2

@@ -225,6 +225,27 @@ def test_gc_keeps_the_checkpoints_of_a_training_whose_head_is_gone(shelf: Shelf,
     assert shelf.store.exists(checkpoint) == was_committed
 
 
+def test_gc_that_is_cut_off_leaves_the_head_of_what_is_left(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it the rest would be taken for a training to be rebuilt, and kept for ever."""
+    key = "f" * 64
+    manifest = layout.checkpoint_manifest_key(layout.checkpoint_prefix(key, 2, 1))
+    shelf.store.put(manifest, b"{}")
+    shelf.store.put(layout.head_key(key), Head(epoch=1).to_json())
+    real = type(shelf.store).delete
+
+    def cut_off(self: Store, name: str) -> None:
+        real(self, name)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(shelf.store), "delete", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        shelf.collect(0, later_hours=1000)
+    monkeypatch.undo()
+    assert shelf.store.exists(layout.head_key(key))
+    shelf.collect(0, later_hours=1000)
+    assert not shelf.store.exists(layout.head_key(key)) and not shelf.store.exists(manifest)
+
+
 def test_gc_sweeps_what_a_killed_upload_left(shelf: Shelf) -> None:
     chain(shelf)
     left = Path(shelf.url) / ".tmp" / "deadbeef"

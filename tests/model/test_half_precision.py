@@ -203,8 +203,11 @@ def test_moments_in_bf16_are_asked_for_and_saved_as_float32(folder: Path, tmp_pa
         np.testing.assert_array_equal(other.get_state_dict()[name], value)
     with pytest.raises(ConfigError, match="under other settings: optimizer was"):
         build(folder, ()).resume_from_checkpoint(saved)
+    values = model.get_state_dict()
     with pytest.raises(ConfigError, match="does not move with beta2=0.999"):
         model.set_optimizer("AdamW", lr=1.0, moments="bf16")
+    for name, value in model.get_state_dict().items():
+        np.testing.assert_array_equal(value, values[name])
     with pytest.raises(ConfigError, match="no optimizer is set"):
         model.forward_backward(batch(1))
 

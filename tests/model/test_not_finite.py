@@ -14,7 +14,7 @@ import torch
 from storage.store import open_store
 from tests.model.tiny_models import batch, packed_row, save_model
 from twinkle_core.config import LoraConfig
-from twinkle_core.errors import TrainingError
+from twinkle_core.errors import ConfigError, TrainingError
 from twinkle_core.infra.group import WorkerGroup
 from twinkle_core.model import TransformersModel
 from twinkle_core.types import PackedRow
@@ -134,9 +134,25 @@ def test_weights_alone_with_a_new_optimizer_are_a_sound_model_too(folder: Path, 
     model.set_optimizer("AdamW", lr=1e-2)
     with pytest.raises(TrainingError, match="at optimizer step 2"):
         model.save("bad", tmp_path)  # new moments, but not the weights
-    model.load(good)
-    model.set_optimizer("AdamW", lr=1e-2)
+    model.load(good)  # and now the weights
     assert model.save("again", tmp_path)
+
+
+def test_weights_that_the_last_step_itself_broke_are_not_saved_either(folder: Path, tmp_path: Path) -> None:
+    """At the first step the gradient of every A is zero, for B is: with eps=0 AdamW divides zero by zero. Loss and norm are sound."""
+    model = TransformersModel(folder, seed=3)
+    model.add_adapter_to_model("default", LoraConfig(rank=2, dropout=0.0))
+    model.set_optimizer("AdamW", lr=1e-2, eps=0.0)
+    (output,), (norm,) = learn(model, 1)
+    assert output.loss > 0 and norm > 0
+    broken = r"adapter_model\.safetensors is not saved: 7 of 14 tensors .* not finite .*lora_A"
+    with pytest.raises(TrainingError, match=broken):
+        model.save("x", tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+    model.begin_save(str(tmp_path / "store"), "x")
+    with pytest.raises(TrainingError, match=broken):
+        model.end_save()
+    assert open_store(str(tmp_path / "store")).list("") == []
 
 
 def test_one_adapters_trouble_is_not_anothers(folder: Path, tmp_path: Path) -> None:
@@ -154,6 +170,8 @@ def test_by_parts_a_loss_is_looked_at_before_anything_is_learnt_from_it(folder: 
     model.forward([packed_row(5), poisoned(packed_row(6))])
     with pytest.raises(TrainingError, match="loss of micro-batch 1 is inf at optimizer step 1"):
         model.calculate_loss()
+    with pytest.raises(ConfigError, match="backward has no loss"):
+        model.backward()
     learn(model, 1)
     assert model.save("x", tmp_path)
 

@@ -45,8 +45,8 @@ def trained_by_trainer(base: Path, out: Path, lora: bool, **settings: Any) -> tu
     return out / f"checkpoint-{STEPS}", model
 
 
-def build(base: Path, lora: bool, **settings: Any) -> TransformersModel:
-    model = TransformersModel(base, seed=3)
+def build(base: Path, lora: bool, precision: str = "no", **settings: Any) -> TransformersModel:
+    model = TransformersModel(base, seed=3, mixed_precision=precision)
     if lora:
         model.add_adapter_to_model("default", LORA)
     model.set_optimizer("AdamW", lr=1e-2, **settings)
@@ -125,11 +125,12 @@ def train(model: TransformersModel, start: int, stop: int) -> list[tuple[float, 
     return lines
 
 
-def test_a_twinkle_folder_is_resumed_and_counts_optimizer_steps(base: Path, tmp_path: Path) -> None:
-    model = build(base, True)
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_a_twinkle_folder_is_resumed_and_counts_optimizer_steps(base: Path, tmp_path: Path, precision: str) -> None:
+    model = build(base, True, precision)
     train(model, 0, 3)
     folder = twinkles(base, tmp_path, model)
-    other = build(base, True)
+    other = build(base, True, precision)
     state = other.resume_from_checkpoint(folder)
     assert state == {"cur_step": 3, "consumed_train_samples": 24, "gradient_accumulation_steps": 2}
     assert train(other, 3, 5) == train(model, 3, 5)

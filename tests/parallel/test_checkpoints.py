@@ -259,7 +259,7 @@ def failures(rank: int, folder: Path, store: str) -> dict[str, Any]:
             patch.setattr(module, where, failing(rank == who))
             heard[place] = seconds_until_heard(lambda: model.save("x", saved))
     path = model.save("x", saved)
-    assert path is not None
+    assert path is not None and folder_problems(path) == []
     heard["by hand"] = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
     return heard | {"cut": cut_and_damaged(rank, folder, model, path)}
 
@@ -275,9 +275,11 @@ def cut_and_damaged(rank: int, folder: Path, model: TransformersModel, path: Pat
     assert_same(fresh.get_state_dict(), model.get_state_dict())
 
     damaged = path / "optimizer" / "part-00001-of-00002.safetensors"
+    dist.barrier()
     if rank == 0:
         damaged.write_bytes(damaged.read_bytes()[:-20])
     dist.barrier()
+    assert [problem.split()[0] for problem in folder_problems(path)] == [f"optimizer/{damaged.name}"]
     step(model, 1)
     before = model.get_state_dict()
     with pytest.raises(DamagedError, match=damaged.name):

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tests.model.tiny_models import packed_row, save_model
+from twinkle_core.config import LoraConfig
 from twinkle_core.errors import ConfigError
 from twinkle_core.model import TransformersModel
 from twinkle_core.model.parallel.fully_sharded import decoder_layers
@@ -128,3 +130,32 @@ def test_a_patch_that_cannot_be_taken_back_says_so() -> None:
     module = torch.nn.Linear(1, 1)
     with pytest.raises(ConfigError, match="which cannot be taken back"), apply_context(module, lambda changed: changed.bias.data.zero_()):  # type: ignore[arg-type]
         pytest.fail("it was applied")
+
+
+@pytest.mark.parametrize("when", ["before the adapter", "before the first pass", "after it"])
+def test_a_patch_is_heard_by_layers_that_a_cpu_computes_otherwise(tmp_path: Path, when: str) -> None:
+    """A hook on the layer below an adapter, and another forward pass of a class."""
+    before_class = LlamaRMSNorm.forward
+
+    def change(module: Any) -> None:
+        for name, layer in module.named_modules():
+            if name.endswith(("q_proj", "q_proj.base_layer")) and type(layer) is torch.nn.Linear:
+                layer.register_forward_hook(lambda module, inputs, output: seen.append("hook"))
+        LlamaRMSNorm.forward = lambda self, states: (seen.append("class"), before_class(self, states))[1]  # type: ignore[assignment]
+
+    seen: list[str] = []
+    model = TransformersModel(save_model(tmp_path, "llama", num_hidden_layers=1))
+    try:
+        if when == "before the adapter":
+            model.apply_patch(change)
+        model.add_adapter_to_model("default", LoraConfig(rank=2))
+        if when == "before the first pass":
+            model.apply_patch(change)
+        model.forward_only([packed_row(5)])
+        if when == "after it":
+            assert seen == []
+            model.apply_patch(change)
+            model.forward_only([packed_row(5)])
+        assert sorted(seen) == ["class"] * 3 + ["hook"]
+    finally:
+        LlamaRMSNorm.forward = before_class  # type: ignore[method-assign]

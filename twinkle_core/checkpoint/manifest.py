@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -147,10 +148,10 @@ class Attempt:
             try:
                 head, version = read_head(store, train_key)
                 if version is None:
-                    head, problems = rebuilt_head(store, train_key, "is missing")
+                    head, problems = rebuilt_head(store, train_key, None)
             except DamagedError as error:
                 version = store.get_versioned(layout.head_key(train_key))[1]
-                head, problems = rebuilt_head(store, train_key, f"was damaged ({error.__cause__})")
+                head, problems = rebuilt_head(store, train_key, str(error.__cause__))
             mine = replace(head, epoch=head.epoch + 1)
             if store.compare_and_swap(layout.head_key(train_key), mine.to_json(), version):
                 return cls(store, train_key, mine, problems)
@@ -186,20 +187,36 @@ class Attempt:
         """Writes the manifest, moves HEAD to it, then deletes the checkpoints that `keep` no longer lists.
 
         The caller has verified `files`. Manifest and HEAD are read back: what a store did not keep is not believed, and nothing is
-        deleted on its word. Raises `FencedError`, with nothing visible changed, when a newer attempt has begun.
+        deleted on its word. What then cannot be deleted is left to `artifacts gc`: the checkpoint is committed all the same. Raises
+        `FencedError`, with nothing visible changed, when a newer attempt has begun.
         """
         head, version = self.check_current()
-        parent = head.checkpoints[0].manifest if head.checkpoints else None
+        if (standing := self._standing(head, step, files)) is not None:
+            return standing
+        older = tuple(line for line in head.checkpoints if line.step < step)
+        parent = older[0].manifest if older else None
         manifest = Manifest(step=step, epoch=self.epoch, prefix=self.prefix(step), parent=parent, files=files, state=state)
         data = manifest.to_json()
         self.store.put(manifest.key, data)
         self._read_back(manifest.key, data)
         mine = Committed(step=step, manifest=manifest.key, sha256=digest_bytes(data))
-        kept, gone = keep((mine, *(line for line in head.checkpoints if line.step < step)))
+        kept, gone = keep((mine, *older))
         self._move_head(replace(head, checkpoints=kept), version, mine)
         for line in gone:
-            self._delete(line)
+            with suppress(OSError):
+                self._delete(line)
         return manifest
+
+    def _standing(self, head: Head, step: int, files: tuple[FileEntry, ...]) -> Manifest | None:
+        """The checkpoint of this step, where this attempt committed it and the store did not say so: a manifest that HEAD lists is not
+        written again, for between that and the move of HEAD it would look damaged."""
+        key = layout.checkpoint_manifest_key(self.prefix(step))
+        digests = [line.sha256 for line in head.checkpoints if line.manifest == key]
+        if not digests or not self.store.exists(key):
+            return None
+        data = self.store.get(key)
+        manifest = Manifest.from_json(data) if digest_bytes(data) == digests[0] else None
+        return manifest if manifest is not None and manifest.files == files else None
 
     def _move_head(self, head: Head, version: str | None, mine: Committed) -> None:
         """Raises `FencedError` when another moved it, `DamagedError` when the store says that it is moved and it is not."""

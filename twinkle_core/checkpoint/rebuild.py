@@ -21,13 +21,18 @@ UNSEEN_ATTEMPTS = 100
 _PLACE = re.compile(r"step-(\d+)-e(\d+)")
 
 
-def rebuilt_head(store: Store, train_key: str, reason: str) -> tuple[Head, tuple[str, ...]]:
-    """(HEAD, what to tell). A training of which nothing is in the store has an empty one, and nothing to tell."""
+def rebuilt_head(store: Store, train_key: str, damage: str | None) -> tuple[Head, tuple[str, ...]]:
+    """(HEAD, what to tell). `damage` is what is wrong with HEAD, None where it is missing.
+
+    Where it is missing and nothing of the training is in the store, the training is new: an empty HEAD, and nothing to tell. A damaged one
+    says that attempts have begun, whatever they left.
+    """
     top = layout.attempts_prefix("train", train_key)
     names = {info.key[len(top) + 1 :].split("/")[0] for info in store.list(top)}
     places = sorted(((int(found[1]), int(found[2])) for name in names if (found := _PLACE.fullmatch(name))), reverse=True)
-    if not places:
+    if not places and damage is None:
         return Head(), ()
+    reason = "is missing" if damage is None else f"was damaged ({damage})"
     lines, problems = [], [f"{layout.head_key(train_key)!r} {reason}; it is rebuilt from the checkpoints in {store.url}"]
     for step, epoch in places:
         key = layout.checkpoint_manifest_key(layout.checkpoint_prefix(train_key, step, epoch))
@@ -39,7 +44,7 @@ def rebuilt_head(store: Store, train_key: str, reason: str) -> tuple[Head, tuple
             problems.append(f"checkpoint of step {step} is not used: {key} {problem}")
         else:
             lines.append(Committed(step=step, manifest=key, sha256=digest_bytes(data)))
-    return Head(epoch=max(epoch for _, epoch in places) + UNSEEN_ATTEMPTS, checkpoints=tuple(lines)), tuple(problems)
+    return Head(epoch=max((epoch for _, epoch in places), default=0) + UNSEEN_ATTEMPTS, checkpoints=tuple(lines)), tuple(problems)
 
 
 def _problem(data: bytes, step: int, epoch: int, key: str) -> str | None:

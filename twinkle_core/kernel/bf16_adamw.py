@@ -43,10 +43,7 @@ class Bf16AdamW:
         wrong = [f"{name} {parameter.dtype}" for name, parameter in parameters.items() if parameter.dtype != torch.bfloat16]
         if wrong:
             raise ConfigError(f"Bf16AdamW takes bf16 parameters, not {wrong[:3]}; others need torch's AdamW")
-        if moments not in MOMENTS:
-            raise ConfigError(f"moments are {moments!r}; known: {', '.join(MOMENTS)}")
-        if moments == "bf16" and betas[1] > 0.99:
-            raise ConfigError(f"a second moment in bf16 does not move with beta2={betas[1]}; use 0.99 or less, or moments='float32'")
+        check_moments(moments, betas)
         self.lr, self.weight_decay, self.betas, self.eps = lr, weight_decay, betas, eps
         self.num_steps = 0
         self._parameters = dict(parameters)
@@ -114,6 +111,14 @@ class Bf16AdamW:
         high, low = split_bits(value.to(self._parameters[name].device, torch.float32))
         self._parameters[name].copy_(high)
         self._state[name]["low_bits"].copy_(low)
+
+
+def check_moments(moments: str, betas: tuple[float, float]) -> None:
+    """Raises `ConfigError` for moments of a type that is unknown, or that does not hold them."""
+    if moments not in MOMENTS:
+        raise ConfigError(f"moments are {moments!r}; known: {', '.join(MOMENTS)}")
+    if moments == "bf16" and betas[1] > 0.99:
+        raise ConfigError(f"a second moment in bf16 does not move with beta2={betas[1]}; use 0.99 or less, or moments='float32'")
 
 
 def join_bits(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:

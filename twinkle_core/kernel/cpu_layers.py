@@ -44,6 +44,14 @@ def use_cpu_layers(model: PreTrainedModel) -> None:
             module.forward = MethodType(function, module)
 
 
+def drop_cpu_layers(model: PreTrainedModel) -> None:
+    """Takes the functions out again: somebody is about to change the layers, or what their classes do, and shall be heard."""
+    ours = {*_FUNCTIONS.values(), _rms_norm}
+    for module in model.modules():
+        if getattr(vars(module).get("forward"), "__func__", None) in ours:
+            del module.forward
+
+
 def _linear(self: torch.nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
     if not _are_plain(inputs, self.weight):
         return torch.nn.Linear.forward(self, inputs)

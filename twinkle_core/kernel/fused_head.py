@@ -21,10 +21,15 @@ def has_plain_head(model: PreTrainedModel) -> bool:
     take the logits there.
     """
     head = model.get_output_embeddings()
-    settings = model.config.get_text_config()
-    changed = [name for name in TRANSFORMED if getattr(settings, name, None) not in (None, 1.0)]
+    changed = changed_by(model)
     hooks = getattr(head, "_forward_hooks", None) or getattr(head, "_forward_pre_hooks", None)
     return type(head) is torch.nn.Linear and head.bias is None and not changed and not hooks and "forward" not in vars(head)
+
+
+def changed_by(model: PreTrainedModel) -> list[str]:
+    """The `TRANSFORMED` settings that the model has."""
+    settings = model.config.get_text_config()
+    return [name for name in TRANSFORMED if getattr(settings, name, None) not in (None, 1.0)]
 
 
 def supervised_loss(

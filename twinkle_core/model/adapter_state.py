@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from twinkle_core.errors import ConfigError, TrainingError
 from twinkle_core.model.adapter import Adapter
@@ -15,7 +15,7 @@ from twinkle_core.model.grad_scaler import LossScaler
 from twinkle_core.model.half_gradients import HalfGradients
 from twinkle_core.model.ledger import Ledger
 from twinkle_core.model.optimizer import Optimizer, Schedule
-from twinkle_core.model.parallel.whole_tensors import assign_local
+from twinkle_core.model.parallel.whole_tensors import assign_local, local_part
 from twinkle_core.model.placement import Gradients, Placement
 from twinkle_core.model.split_adamw import SplitAdamW, is_taken
 from twinkle_core.processor.base import InputProcessor
@@ -86,7 +86,7 @@ class AdapterState:
             self.optimizer = Optimizer(optimizer_cls, self.parameters, arguments)
             self.gradients = self._placement.gradients(self.parameters)
         self.start_window()
-        self._forget_trouble()
+        self.forget_trouble()
 
     @property
     def is_split(self) -> bool:
@@ -228,13 +228,11 @@ class AdapterState:
             self.schedule.load(saved.get("scheduler_state"))
         if self.scaler is not None and "grad_scaler" in saved:
             self.scaler.load(saved["grad_scaler"])
-        self._forget_trouble()
 
-    def _forget_trouble(self) -> None:
-        """Where the optimizer or all of the state was replaced, and all that is there now is finite."""
+    def forget_trouble(self) -> None:
+        """Where weights, optimizer or both were replaced, and all that is there now is finite."""
         if self.optimizer is None or not self.ledger.has_trouble:
             return
-        tensors = [*self.parameters.values(), *self.optimizer.tensors().values()]
-        local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-        if all(bool(tensor.isfinite().all()) for tensor in local):
+        tensors = chain(self.parameters.values(), self.optimizer.tensors().values())
+        if all(bool(local_part(tensor).isfinite().all()) for tensor in tensors):
             self.ledger.forget_trouble()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from twinkle_core.errors import ConfigError
-from twinkle_core.kernel.cpu_layers import use_cpu_layers
+from twinkle_core.kernel.cpu_layers import drop_cpu_layers, use_cpu_layers
 from twinkle_core.kernel.layers import allow_variants
 from twinkle_core.model.adapter import Adapter, read_adapter
 from twinkle_core.model.adapter_state import AdapterState
@@ -103,8 +103,8 @@ class AdaptersWorker(CheckpointWorker):
             state.waiting = saved if self.placement.needs_meta else None
         self.states = {adapter_name: state} if first else {**self.states, adapter_name: state}
         self._active = state
-        if self._placed and self.device.type == "cpu":
-            use_cpu_layers(self.model)
+        if self._placed:
+            self._use_cpu_layers()
         if self.device.type == "cuda":
             allow_variants(len(self.states))
         if first and not self._placed and (half := compute_type(self._precision, self.device)) is not torch.float32:
@@ -146,10 +146,14 @@ class AdaptersWorker(CheckpointWorker):
             if state.waiting is not None:
                 self.placement.scatter(state.waiting, state.parameters)
                 state.waiting = None
-        if self.device.type == "cpu":
-            use_cpu_layers(self.model)
+        self._use_cpu_layers()
         self._placed = True
         set_up_layers(self.model, self.placement, self._spec, self._precision)
+
+    def _use_cpu_layers(self) -> None:
+        """Not in a patched model: a patch may hook layers that are passed by then, or change their classes."""
+        if self.device.type == "cpu" and not self.forwards.is_patched:
+            use_cpu_layers(self.model)
 
     def set_optimizer(self, optimizer_cls: Any, arguments: Mapping[str, Any], adapter_name: str | None) -> None:
         state = self._activated(adapter_name)
@@ -190,8 +194,9 @@ class AdaptersWorker(CheckpointWorker):
 
     def apply_patch(self, patch: Callable[[Any], Any]) -> None:
         before = {name: id(parameter) for name, parameter in self.model.named_parameters()}
-        patch(self.model)
+        drop_cpu_layers(self.model)
         self.forwards.is_patched = True
+        patch(self.model)
         after = {name: id(parameter) for name, parameter in self.model.named_parameters()}
         if before != after:
             changed = sorted({name for name, _ in before.items() ^ after.items()})

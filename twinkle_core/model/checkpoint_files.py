@@ -27,7 +27,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from twinkle_core.errors import ConfigError, DamagedError, DataError
+from twinkle_core.errors import ConfigError, DamagedError, DataError, TrainingError
 from twinkle_core.model.tensor_file import save_file
 
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -60,13 +60,29 @@ def detach(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def write_snapshot(snapshot: Snapshot, folder: Path) -> None:
-    """Writes the files into `folder`, each flushed to disk."""
+    """Writes the files into `folder`, each flushed to disk. Raises `TrainingError` for weights that are not finite."""
     for name in {*snapshot.tensors, *snapshot.texts}:
         (folder / name).parent.mkdir(exist_ok=True)
     for name, tensors in snapshot.tensors.items():
+        if name.split("/")[0] not in (OPTIMIZER_FILE, OPTIMIZER_FOLDER, RNG_FILE):
+            refuse_not_finite(tensors, name)
         write_tensors(tensors, folder / name)
     for name, text in snapshot.texts.items():
         write_text(folder / name, text)
+
+
+def refuse_not_finite(weights: Mapping[str, torch.Tensor], name: str) -> None:
+    """Raises `TrainingError`. Losses and norms do not tell what the last optimizer step made of the weights, and nothing else looks."""
+    wrong = []
+    for key, tensor in weights.items():
+        if tensor.is_floating_point() and tensor.numel():
+            ends = torch.stack(torch.aminmax(tensor))  # one pass without a copy; what is not a number comes through
+            wrong += [] if bool(ends.isfinite().all()) else [key]
+    if wrong:
+        raise TrainingError(
+            f"{name} is not saved: {len(wrong)} of {len(weights)} tensors hold values that are not finite after the last optimizer step "
+            f"({', '.join(wrong[:3])}); look at the optimizer's settings, and restore an earlier checkpoint"
+        )
 
 
 def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from twinkle_core.errors import ConfigError
 from twinkle_core.kernel import packed_attention
-from twinkle_core.kernel.fused_head import has_plain_head, supervised_loss
+from twinkle_core.kernel.fused_head import changed_by, has_plain_head, supervised_loss
 from twinkle_core.kernel.varlen_attention import Kernel
 from twinkle_core.loss.cross_entropy import token_losses
 from twinkle_core.model.heads import check_needs, check_whole_rows, last_hidden_states, sequence_scores
@@ -22,8 +22,6 @@ from twinkle_core.processor.base import Row
 from twinkle_core.types import IGNORE
 
 COMPUTE_TYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-SCALED_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
-"""Settings of models whose logits are more than the head's product."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +108,7 @@ class Forward:
     def head_weight(self) -> torch.Tensor:
         """[V, H]. Raises `ConfigError` where logits are not its product with the hidden states."""
         head = self.model.get_output_embeddings()
-        scaled = [name for name in SCALED_LOGITS if getattr(self.model.config, name, None) not in (None, 1, 1.0)]
+        scaled = changed_by(self.model)
         if type(head) is not torch.nn.Linear or head.bias is not None or scaled:
             why = f"its {', '.join(scaled)}" if scaled else f"a head of type {type(head).__name__}"
             raise ConfigError(f"a loss over hidden states cannot be used with this model: {why}; use CrossEntropyLoss")

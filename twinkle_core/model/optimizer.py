@@ -12,7 +12,6 @@ from twinkle_core.errors import ConfigError, DataError
 from twinkle_core.model.parallel.whole_tensors import assign_local
 from twinkle_core.scheduler import SCHEDULERS, MetricSchedule, build_schedule
 
-STATE_NAMES = ("step", "exp_avg", "exp_avg_sq")
 NOT_TAKEN = {"LBFGS": "it needs the loss several times a step", "SparseAdam": "gradients here are dense"}
 
 
@@ -113,22 +112,12 @@ class Optimizer:
         shapes = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in self.tensors().items()}
         return {"values": values, "groups": [_plain(group) for group in groups], "tensors": shapes}
 
-    def expected(self, plain: Mapping[str, Any] | None) -> dict[str, torch.Tensor]:
-        """The tensors that a saved state must have."""
-        if self.is_preset or plain is None:
-            return self.tensors()
-        kinds = {str(kind): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
-        try:
-            return {name: torch.empty(shape, dtype=kinds[kind], device="meta") for name, (kind, shape) in plain["tensors"].items()}
-        except (KeyError, TypeError, ValueError) as error:
-            raise DataError(f"the optimizer's saved state is not understood ({error})") from error
-
     def room(self, plain: Mapping[str, Any] | None) -> dict[str, torch.Tensor]:
         """Tensors to fill with a saved state: the live ones, or, where they appear with the first step only, new ones that lie alike."""
         if self.is_preset or plain is None:
             return self.tensors()
         found: dict[str, torch.Tensor] = {}
-        for full, like in self.expected(plain).items():
+        for full, like in _described(plain).items():
             name, _, key = full.rpartition(".")
             parameter = self._known(name)
             if like.shape == parameter.shape:
@@ -158,6 +147,15 @@ class Optimizer:
         if name not in self._parameters:
             raise DataError(f"the optimizer's saved state is of a parameter {name}, which is not trained here")
         return self._parameters[name]
+
+
+def _described(plain: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of a saved state, without memory."""
+    kinds = {str(kind): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
+    try:
+        return {name: torch.empty(shape, dtype=kinds[kind], device="meta") for name, (kind, shape) in plain["tensors"].items()}
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"the optimizer's saved state is not understood ({error})") from error
 
 
 def _groups_of(parameters: Mapping[str, torch.nn.Parameter]) -> list[Any]:

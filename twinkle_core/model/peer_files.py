@@ -88,7 +88,7 @@ def peer_state(folder: Path, state: AdapterState) -> PeerState | None:
             raise DataError(f"{path} has no {', '.join(sorted(missing))} for parameter {number} ({name}): it is no AdamW's state")
         for key in ("step", "exp_avg", "exp_avg_sq"):
             tensors[f"{name}.{key}"] = torch.as_tensor(entry[key]).to(torch.float32)
-    files.check_tensors(tensors, state.ready()[0].expected(None), path)
+    files.check_tensors(tensors, state.ready()[0].room(None), path)
     steps = {int(tensors[f"{name}.step"]) for name in names}
     if len(steps) != 1:
         raise DataError(f"{path} has parameters that took different numbers of steps ({sorted(steps)}): it cannot be resumed")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Gradients(Protocol):
     """The gradients of one set of trained parameters. They are sums of token losses until `normalise_and_clip` divides, once.
 
-    They exist, as zeros, from the start: a worker that had no micro-batch contributes zeros.
+    From the start they count as zeros: a worker that had no micro-batch contributes those.
     """
 
     loss_weight: float

@@ -51,6 +51,7 @@ class Saved:
                 set_rng_states(self.rng)
             state.load_progress(self.training)
         state.start_window()
+        state.forget_trouble()
 
 
 def read_saved(folder: Path, state: AdapterState, model: PreTrainedModel, *, only_weights: bool, fetch: Fetch | None = None) -> Saved:

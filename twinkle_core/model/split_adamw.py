@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from twinkle_core.errors import ConfigError, DataError
-from twinkle_core.kernel.bf16_adamw import Bf16AdamW, split_bits
+from twinkle_core.kernel.bf16_adamw import Bf16AdamW, check_moments, split_bits
 from twinkle_core.model.half_gradients import HalfGradients
 from twinkle_core.model.optimizer import optimizer_class, preset_arguments, shown_arguments
 
@@ -44,6 +44,7 @@ class SplitAdamW:
             torch.optim.AdamW([torch.zeros(1)], **given)
         except (ValueError, TypeError) as error:
             raise ConfigError(f"optimizer AdamW refuses {given}: {error}") from error
+        check_moments(moments, tuple(given["betas"]))  # before the parameters are halved
         self.base_lr = self._lr = float(given["lr"])
         self.settings = {"name": "AdamW", "groups": [shown_arguments(given) | ({"moments": moments} if moments != "float32" else {})]}
         self._parameters = dict(parameters)

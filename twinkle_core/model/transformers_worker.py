@@ -103,8 +103,9 @@ class TransformersWorker(AdaptersWorker):
                 parts.append((index, loss_of(state.loss, answer, given.get(batch.position, batch), self.forwards, metrics)))
         finally:
             losses = self._losses(state, parts, pending.num_micro_batches)
+        loss_sum = losses.read(state.step + 1, state.num_micro_batches)
         pending.parts = parts
-        return *self._counts(parts), losses.read(state.step + 1, state.num_micro_batches)
+        return *self._counts(parts), loss_sum
 
     def backward(self, adapter_name: str | None) -> None:
         """Of the losses that `calculate_loss` found. They count as one call of the window."""
