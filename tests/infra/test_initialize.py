@@ -38,6 +38,7 @@ def test_local_mode_gives_plain_objects():
         (lambda: remote_function(dispatch="slcie"), "dispatch is 'slcie'; known: all, slice"),
         (lambda: remote_function(collect="avg"), "collect is 'avg'; known: none"),
         (lambda: remote_class(execute="some"), "execute is 'some'; known: first, peer, all"),
+        (lambda: remote_function(execute=max), "execute is <built-in function max>; known: first, peer, all$"),
         (lambda: remote_function(timeout=0), "timeout is 0"),
         (lambda: resolve_group(None, MESH, "tests.infra.workers:Echo"), "Echo: a device_mesh of 2 ranks, but 1 process"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -54,12 +55,13 @@ def test_a_device_mesh_shares_out_data_alike() -> None:
     [
         ({"pp_size": 2}, "pp_size is 2"),
         ({"fsdp_size": 2, "etp_size": 2}, "etp_size is 2"),
+        ({"tp_size": 2, "sequence_parallel": True}, "sequence_parallel is of Megatron.s layers"),
         ({"fsdp_size": 2, "ulysses_size": 2, "cp_size": 2}, "ulysses_size 2 and cp_size 2 together"),
         ({"fsdp_size": 2, "tp_size": 2, "ep_size": 2}, "ep_size 2 goes with dp_size and fsdp_size alone"),
         ({"tp_size": 2, "cp_size": 2}, "tp_size 2 goes with dp_size and fsdp_size alone"),
     ],
 )
-def test_what_is_not_there_is_refused(sizes: dict[str, int], message: str) -> None:
+def test_what_is_not_there_is_refused(sizes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Layout.of(DeviceMesh.from_sizes(**sizes))
 

@@ -147,5 +147,5 @@ def described_methods(cls: type) -> dict[str, RemoteMethod]:
 
 
 def _check(name: str, value: Any, known: tuple[str, ...]) -> None:
-    if not callable(value) and value not in known:
+    if value not in known and not (callable(value) and name != "execute"):
         raise ConfigError(f"{name} is {value!r}; known: {', '.join(known)}{'' if name == 'execute' else ', or a callable'}")

@@ -28,6 +28,7 @@ class Mesh(Protocol):
     ulysses_size: int | None
     ep_size: int | None
     etp_size: int | None
+    sequence_parallel: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +75,8 @@ class Layout:
                 raise ConfigError(f"{name}_size is {size}: transformers models are spread along {', '.join(AXES)}, ulysses and ep only")
         if (mesh.etp_size or 1) > 1:
             raise ConfigError(f"etp_size is {mesh.etp_size}: experts of transformers models are not split inside, use ep_size")
+        if mesh.sequence_parallel:
+            raise ConfigError("sequence_parallel is of Megatron's layers, which are not there: use ulysses_size or cp_size")
         used = [index for index, name in enumerate(names) if name in AXES]
         squeezed = mesh.mesh.reshape([mesh.mesh.shape[index] for index in used])
         order = sorted(range(len(used)), key=lambda index: AXES.index(names[used[index]]))
