@@ -203,3 +203,17 @@ def test_a_head_that_was_damaged_before_the_first_checkpoint_fences_the_attempt_
     with pytest.raises(FencedError, match="attempt 1 was overtaken"):
         save(old, 2)
     assert save(new, 2).step == 2
+
+
+def test_a_head_that_was_put_back_lets_no_attempt_share_a_number_and_costs_no_checkpoint(store: Store) -> None:
+    save(Attempt.begin(store, KEY), 2, with_state=True)
+    before = store.get(f"checkpoints/{KEY}/HEAD.json")
+    running = Attempt.begin(store, KEY)
+    newest = save(running, 4, with_state=True)
+    store.put(f"checkpoints/{KEY}/HEAD.json", before)
+    again = Attempt.begin(store, KEY)
+    assert again.epoch > running.epoch
+    assert "it is at attempt 1, and attempt 2 wrote files" in again.problems[0]
+    assert newest_valid(store, again.head).manifest == newest
+    with pytest.raises(FencedError, match="attempt 2 was overtaken"):
+        save(running, 6)

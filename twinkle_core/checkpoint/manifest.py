@@ -139,9 +139,10 @@ class Attempt:
     def begin(cls, store: Store, train_key: str) -> Attempt:
         """A new attempt with the next epoch; every older attempt is fenced from here on.
 
-        A HEAD that is damaged, or missing although there are checkpoints, is rebuilt from the manifests (see `rebuild`).
+        A HEAD that is damaged, missing although there are checkpoints, or older than an attempt that wrote some is rebuilt from the
+        manifests (see `rebuild`): the next number after an old HEAD's may be that of an attempt which still runs.
         """
-        from twinkle_core.checkpoint.rebuild import rebuilt_head
+        from twinkle_core.checkpoint.rebuild import newest_writer, rebuilt_head
 
         while True:
             problems: tuple[str, ...] = ()
@@ -149,6 +150,9 @@ class Attempt:
                 head, version = read_head(store, train_key)
                 if version is None:
                     head, problems = rebuilt_head(store, train_key, None)
+                elif (newest := newest_writer(store, train_key)) > head.epoch:
+                    damage = f"it is at attempt {head.epoch}, and attempt {newest} wrote files"
+                    head, problems = rebuilt_head(store, train_key, damage)
             except DamagedError as error:
                 version = store.get_versioned(layout.head_key(train_key))[1]
                 head, problems = rebuilt_head(store, train_key, str(error.__cause__))

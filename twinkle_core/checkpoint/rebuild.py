@@ -1,4 +1,4 @@
-"""HEAD made anew from the manifests, when HEAD itself is damaged or gone.
+"""HEAD made anew from the manifests, when HEAD itself is damaged, gone, or put back to an older one.
 
 Without HEAD nothing outside a manifest tells whether it is whole. It has to agree with the place where it lies and with the state file
 that it names by digest; its files are verified before use, as always. A checkpoint that was written whole but not committed counts:
@@ -27,9 +27,7 @@ def rebuilt_head(store: Store, train_key: str, damage: str | None) -> tuple[Head
     Where it is missing and nothing of the training is in the store, the training is new: an empty HEAD, and nothing to tell. A damaged one
     says that attempts have begun, whatever they left.
     """
-    top = layout.attempts_prefix("train", train_key)
-    names = {info.key[len(top) + 1 :].split("/")[0] for info in store.list(top)}
-    places = sorted(((int(found[1]), int(found[2])) for name in names if (found := _PLACE.fullmatch(name))), reverse=True)
+    places = _places(store, train_key)
     if not places and damage is None:
         return Head(), ()
     reason = "is missing" if damage is None else f"was damaged ({damage})"
@@ -45,6 +43,18 @@ def rebuilt_head(store: Store, train_key: str, damage: str | None) -> tuple[Head
         else:
             lines.append(Committed(step=step, manifest=key, sha256=digest_bytes(data)))
     return Head(epoch=max((epoch for _, epoch in places), default=0) + UNSEEN_ATTEMPTS, checkpoints=tuple(lines)), tuple(problems)
+
+
+def newest_writer(store: Store, train_key: str) -> int:
+    """Number of the newest attempt that has files in the store; 0 where none has. HEAD knew it before it wrote the first."""
+    return max((epoch for _, epoch in _places(store, train_key)), default=0)
+
+
+def _places(store: Store, train_key: str) -> list[tuple[int, int]]:
+    """(Step, attempt) of each checkpoint that was at least begun, newest first."""
+    top = layout.attempts_prefix("train", train_key)
+    names = {info.key[len(top) + 1 :].split("/")[0] for info in store.list(top)}
+    return sorted(((int(found[1]), int(found[2])) for name in names if (found := _PLACE.fullmatch(name))), reverse=True)
 
 
 def _problem(data: bytes, step: int, epoch: int, key: str) -> str | None:
